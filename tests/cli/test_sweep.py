@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -89,6 +90,12 @@ def test_a_failed_trial_is_reported_and_finished_ones_are_kept(
     assert first.split() == ["trial", "seed", "ne"] and second.endswith("  best so far")
     assert third.split(maxsplit=2) == ["2/3", "5", "failed with exit code 1: five is not liked"]
     assert fourth.split()[:2] == ["3/3", "7"]
+    section = (out / "comparison.html").read_text().partition('<section id="trials">')[2].partition("</section>")[0]
+    listed = re.findall(">([^<]+)<", section)[1:]
+    assert listed[:4] == ["trial", "seed", "test NE", "problem"] and listed[5] == " selected"
+    assert [name for name in listed if name.startswith("trial-")] == [row["trial"] for row in rows(out)]
+    at = listed.index("trial-001")
+    assert listed[at : at + 4] == ["trial-001", "5", "–", "failed with exit code 1: five is not liked"]
     assert [row["seed"] for row in rows(out)][2] == "5" and "five is not liked" in rows(out)[2]["problem"]
     code, text, _ = run(*arguments)
     assert code == 0 and [path.name for path in started[3:]] == ["trial-001"]

@@ -287,4 +287,10 @@ def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
 
 
 def test_signed() -> None:
-    assert [format_difference(v) for v in (0.0, 0.00123, -0.25, 4e-9)] == ["=", "+0.0012", "-0.2500", "+4e-09"]
+    assert [format_difference(v) for v in (0.0, 0.00123, -0.25, 4e-9, -3.2109e23)] == [
+        "=",
+        "+0.0012",
+        "-0.2500",
+        "+4e-09",
+        "-3.211e+23",
+    ]

@@ -118,10 +118,10 @@ def test_rows_without_weight_do_not_count(run_dir: Path, monkeypatch: pytest.Mon
     trained = load_trained(run_dir, "valid", World.single())
     batches = list(trained.reader.epoch())
     weights = np.random.default_rng(0).integers(0, 3, trained.reader.num_rows).astype(np.float64)
-    monkeypatch.setattr(importance, "_first_label_weights", lambda rows: weights)
+    monkeypatch.setattr(importance, "first_label_weights", lambda rows: weights)
     measured = measure_importance(trained.model, trained.reader, World.single(), seed=5)
     assert measured is not None
     base = losses(trained.model, lists(batches), batches[0].sparse.keys)
     assert measured.logloss == pytest.approx(np.average(base, weights=weights), rel=1e-6)
-    monkeypatch.setattr(importance, "_first_label_weights", lambda rows: 0 * weights)
+    monkeypatch.setattr(importance, "first_label_weights", lambda rows: 0 * weights)
     assert measure_importance(trained.model, trained.reader, World.single(), seed=5) is None

@@ -259,9 +259,17 @@ def test_importances_are_sorted_and_in_units_of_ne(tmp_path: Path) -> None:
     assert "age: 0.04 (0.032 to 0.048)" in page.texts and "city: -0.002 (-0.01 to 0.006)" in page.texts
     at = page.texts.index("constant")
     assert page.texts[at - 3 : at + 3] == ["model", "0.4321", "0.8642", "constant", "0.5000", "1.0000"]
+    assert "logistic regression" not in page.texts
     whiskers = [attributes for _, attributes in page.tags if attributes.get("class") == "whisker"]
     assert len(whiskers) == 1 + len(ROWS)
     summary = json.loads((run_dir / "summary.json").read_text())
+    logistic = {"logistic_logloss": 0.45678, "num_logistic_rows": 49152}
+    summary["importance"] = importance({"age": 0.02}) | logistic
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    page = report(run_dir)
+    at = page.texts.index("logistic regression")
+    assert page.texts[at + 1 : at + 4] == ["0.4568", "0.9136", "constant"]
+    assert "fitted briefly, to 49,152 training rows" in page.text
     summary["importance"] = importance({f"f{i}": 0.001 * i for i in range(50)}) | {"constant_logloss": 0.0}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
@@ -278,15 +286,15 @@ def test_trials_memory_and_stages_are_described(tmp_path: Path) -> None:
     assert page.texts[page.texts.index("memory") + 1] == "–"
     summary = json.loads((run_dir / "summary.json").read_text()) | {"peak_memory_bytes_by_rank": [5 * 10**8, 2 * 10**9]}
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    trials = [{"value": 0.005, "auc": 0.7123}, {"value": 0.05, "auc": None}]
-    record = {"setting": "a.lr<b>", "selected": 0.005, "trials": trials}
+    trials = [{"settings": {"a.lr<b>": 0.005}, "value": 0.7123}, {"settings": {"a.lr<b>": 0.05}, "value": None}]
+    record = {"metric": "auc", "split": "valid", "selected": 0, "trials": trials}
     (run_dir / "trials.json").write_text(json.dumps(record))
     page = report(run_dir)
     assert page.texts[page.texts.index("memory") + 1 :][:2] == ["2.00 GB", "peak of a rank"]
     at = page.texts.index("a.lr<b>")
-    assert page.texts[at + 1 : at + 7] == ["validation AUC", "0.005", " selected", "0.7123", "0.05", "–"]
-    (run_dir / "trials.json").write_text('{"setting": "a"}')
-    assert "trials.json: key 'selected': field required." in report(run_dir).texts
+    assert page.texts[at + 1 : at + 7] == ["valid AUC", "0.005", " selected", "0.7123", "0.05", "–"]
+    (run_dir / "trials.json").write_text('{"metric": "auc"}')
+    assert "trials.json: key 'split': field required." in report(run_dir).texts
 
 
 def test_labels_and_segments_have_their_rows(tmp_path: Path) -> None:

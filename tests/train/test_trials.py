@@ -109,8 +109,9 @@ def test_the_rate_that_a_trial_finds_suits_the_ids(
     assert (rate <= 0.015) if is_small else (rate >= 0.05)
     assert not (tmp_path / "run" / "trials").exists()
     trials = json.loads((tmp_path / "run" / "trials.json").read_text())
-    assert (trials["setting"], trials["selected"]) == ("embedding.optimizer.lr", rate)
-    assert max(trials["trials"], key=lambda trial: float(trial["auc"]))["value"] == rate
+    assert (trials["metric"], trials["split"]) == ("auc", "valid")
+    best = max(trials["trials"], key=lambda trial: float(trial["value"]))
+    assert trials["trials"][trials["selected"]] == best and best["settings"] == {"embedding.optimizer.lr": rate}
 
 
 def test_a_started_run_keeps_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def sweep(
     ranked = rank_trials(results, metric.value)
     ranked[0] = _evaluate_best(plan, ranked[0], nproc, signals)
     write_tables(plan, ranked)
-    page = write_page(plan, ranked)
+    page = write_page(plan, ranked, metric.value)
     _print_ranking(ranked)
     if note := selection_on_test_warning(ranked[0].split if len(ranked) > 1 else None, ["which trial is the best"]):
         print(f"note: {note}")

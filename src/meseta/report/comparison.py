@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from meseta.checkpoint import list_checkpoints
 from meseta.config.load import checkpoint_location
 from meseta.errors import StorageError, join_names
 from meseta.report.evaluation import Headline, final_evaluation, headline
-from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
+from meseta.report.record import RUN_FILES, RunRecord, flatten, format_value, read_run
 from meseta.report.step_tables import mean_stages_s
 from meseta.spec import MesetaError
 from meseta.telemetry.formatting import NO_VALUE, format_count, format_decimal, is_drawable
@@ -82,7 +81,7 @@ def find_differences(
 def config_facts(record: RunRecord) -> dict[Fact, str]:
     """Return the values of all config keys except `run_dir`."""
     # Each run has another run_dir.
-    return {Fact(property_name=key): _format_value(value) for key, value in flatten(record.config) if key != "run_dir"}
+    return {Fact(property_name=key): format_value(value) for key, value in flatten(record.config) if key != "run_dir"}
 
 
 def data_facts(record: RunRecord) -> dict[Fact, str]:
@@ -98,7 +97,7 @@ def data_facts(record: RunRecord) -> dict[Fact, str]:
         facts[Fact(kind="split", subject=name, property_name="positives")] = shown
     facts[LABELS] = ", ".join(data.labels)
     for role in ("weight", "group", "time"):
-        facts[Fact(property_name=role)] = _format_value(getattr(data, role))
+        facts[Fact(property_name=role)] = format_value(getattr(data, role))
     facts[Fact(property_name="dense features")] = str(len(data.dense))
     # A digest shows a difference without a row for each constant.
     scales = repr([(dense.name, dense.fill, dense.mean, dense.std) for dense in data.dense])
@@ -135,7 +134,7 @@ def environment_facts(record: RunRecord) -> dict[Fact, str]:
     """Return facts about machine, versions and commit. Empty if the environment is unknown."""
     # The number of ranks is one of the facts of the plan.
     environment = record.environment.to_dict() if record.environment else {}
-    return {Fact(property_name=key): _format_value(value) for key, value in flatten(environment) if key != "num_ranks"}
+    return {Fact(property_name=key): format_value(value) for key, value in flatten(environment) if key != "num_ranks"}
 
 
 def group_differences(rows: Sequence[FactDifference]) -> list[FactDifference]:
@@ -149,19 +148,6 @@ def group_differences(rows: Sequence[FactDifference]) -> list[FactDifference]:
         FactDifference(fact=replace(fact, subject=join_names(names, 4)), values=values)
         for (fact, values), names in subjects.items()
     ]
-
-
-def _format_value(value: Any) -> str:
-    """Format a YAML or JSON value on one line."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list | tuple):
-        return ", ".join(_format_value(item) for item in value)
-    return re.sub(r"\s+", " ", str(value))
 
 
 class EvaluationPart(NamedTuple):

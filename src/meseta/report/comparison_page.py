@@ -19,6 +19,7 @@ from meseta.report.comparison import (
     speed_ratio,
 )
 from meseta.report.step_tables import order_stages, stage_css_class
+from meseta.report.trials import trials_table
 from meseta.system.files import write_atomic
 from meseta.telemetry.formatting import (
     NO_VALUE,
@@ -30,6 +31,7 @@ from meseta.telemetry.formatting import (
     format_si,
 )
 from meseta.telemetry.metrics import METRICS, Metric
+from meseta.telemetry.summary import TrialsRecord
 
 NUM_COLORS = 8
 DASHES = ("", "6 3", "2 3")
@@ -37,16 +39,20 @@ MAX_POINTS = 200
 MAX_ROWS = 14
 
 
-def write_comparison(comparison: Comparison, out: Path) -> Path:
-    """Write the page of a comparison atomically and return its path. Raises MesetaError if it cannot be written."""
-    write_atomic(out, render_comparison(comparison))
+def write_comparison(comparison: Comparison, out: Path, trials: TrialsRecord | None = None) -> Path:
+    """Write the page of a comparison atomically and return its path. Raises MesetaError if it cannot be written.
+
+    `trials` are all trials of a sweep, of which the comparison has the best ones.
+    """
+    write_atomic(out, render_comparison(comparison, trials))
     return Path(out)
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Return the HTML page of a comparison."""
+def render_comparison(comparison: Comparison, trials: TrialsRecord | None = None) -> str:
+    """Return the HTML page of a comparison, with a list of `trials` if they are given."""
     labels = [run.label for run in comparison.runs]
     sections = [
+        *([("Trials", trials_table(trials), "")] if trials else []),
         ("Metrics", _metrics_section(comparison), "no run has been evaluated"),
         ("Curves", _curves_section(comparison), "no training step has been logged"),
         ("Config", _differences_table(comparison.config, labels), "the configs are equal, except for run_dir"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from meseta.report.charts.chart import reliability_plot
 from meseta.report.charts.markup import escape, table, tag
 from meseta.report.record import RunRecord
+from meseta.report.trials import trials_table
 from meseta.telemetry.formatting import format_count, format_decimal, format_quantity, is_drawable
 from meseta.telemetry.metrics import EVALUATED_SPLITS, metrics_in, selection_on_test_warning
 from meseta.telemetry.metrics_file import EvalLine, EvalMetrics
@@ -105,22 +106,8 @@ def evaluation_section(record: RunRecord) -> str:
     )
     whole = tag("div", drawn, tag("div", tag("h3", "Metrics"), *parts), class_="narrow-wide")
     segments = "".join(_segments_table(final, feature) for feature in final.segments)
-    return whole + _tasks_table(final) + segments + _trials_table(record)
-
-
-def _trials_table(record: RunRecord) -> str:
-    if record.trials is None:
-        return ""
-    rows = [
-        [
-            escape(f"{trial.value:g}") + tag("b", " selected") * (trial.value == record.trials.selected),
-            escape(format_decimal(trial.auc)),
-        ]
-        for trial in record.trials.trials
-    ]
-    return tag("h3", "Trials before the run") + table(
-        [escape(record.trials.setting), "validation AUC"], rows, {1}, "compact"
-    )
+    trials = tag("h3", "Trials before the run") + trials_table(record.trials) if record.trials else ""
+    return whole + _tasks_table(final) + segments + trials
 
 
 def _split_cell(line: EvalLine, record: RunRecord) -> str:

@@ -27,7 +27,7 @@ def importance_section(record: RunRecord) -> str:
     unit, scale = _unit(measured)
     rows = [(f.name, f"stage-{'dense_forward' if f.kind == 'dense' else 'lookup'}", _scaled(f, scale)) for f in shown]
     chart = interval_bars(f"Increase of {unit} by feature", rows)
-    parts = [tag("p", escape(_intro(measured, unit))), _legend(shown), chart]
+    parts = [tag("p", escape(_intro(measured, unit))), _legend(shown), tag("div", chart, class_="scroll")]
     if len(shown) < len(measured.features):
         num_hidden = len(measured.features) - len(shown)
         parts.append(
@@ -68,13 +68,18 @@ def _legend(shown: Sequence[FeatureImportance]) -> str:
 
 def _baselines(measured: ImportanceSummary) -> str:
     unit, scale = _unit(measured)
+    predictions = [("model", measured.logloss), ("constant", measured.constant_logloss)]
+    note = "The constant prediction is the rate of positives in these rows."
+    if measured.logistic_logloss is not None:
+        predictions.insert(1, ("logistic regression", measured.logistic_logloss))
+        fitted = format_count(measured.num_logistic_rows)
+        note += f" Logistic regression was fitted briefly, to {fitted} training rows, without regularization."
     rows = [
         [name, escape(format_decimal(loss)), escape(format_decimal(loss * scale if unit == "NE" else None))]
-        for name, loss in (("model", measured.logloss), ("constant", measured.constant_logloss))
+        for name, loss in predictions
     ]
-    note = "The constant prediction is the rate of positives in these rows."
     return (
-        tag("h3", "Baseline on these rows")
+        tag("h3", "Baselines on these rows")
         + table(["prediction", "log loss", "NE"], rows, {1, 2}, "compact")
         + tag("p", escape(note), class_="note")
     )

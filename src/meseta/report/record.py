@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -234,3 +235,16 @@ def flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             pairs.append((f"{prefix}{key}", ", ".join(map(str, item)) if isinstance(item, list) else item))
     return pairs
+
+
+def format_value(value: Any) -> str:
+    """Format a YAML or JSON value on one line."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(format_value(item) for item in value)
+    return re.sub(r"\s+", " ", str(value))

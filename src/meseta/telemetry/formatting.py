@@ -76,6 +76,8 @@ def format_difference(value: Number, decimals: int = 4) -> str:
     """Format a difference with its sign, such as +0.0012."""
     if value == 0:
         return "="
+    if abs(value) >= 1e6:
+        return f"{value:+.{decimals}g}"
     # A small difference that rounds to zero is shown with an exponent.
     shown = f"{value:+.{decimals}f}"
     return shown if any(digit in shown for digit in "123456789") else f"{value:+.0e}"

@@ -99,7 +99,7 @@ class FeatureImportance(Entry):
 
 
 class ImportanceSummary(Entry):
-    """Permutation importances for one label, and the baseline."""
+    """Permutation importances for one label, and baselines."""
 
     split: str
     label: str
@@ -107,7 +107,10 @@ class ImportanceSummary(Entry):
     num_permutations: Count
     logloss: float
     constant_logloss: float
-    """Log loss of the rate of positives as prediction. NE is the log loss divided by it."""
+    """Log loss of the rate of positives, the divisor of NE."""
+    logistic_logloss: float | None = None
+    """`None` in summaries of earlier versions."""
+    num_logistic_rows: Count | None = None
     features: list[FeatureImportance]
 
 
@@ -169,19 +172,25 @@ class RunSummary(Entry):
         return tuple(split for split in EVALUATED_SPLITS if self.evaluation(split))
 
 
-class RateTrial(Entry):
-    """Result of a trial with one value."""
+class TrialEntry(Entry):
+    """Settings and result of a trial."""
 
-    value: float
-    auc: float | None = None
+    settings: dict[str, Any]
+    """Varied config keys and values."""
+    value: float | None = None
+    name: str = ""
+    problem: str = ""
+    """Reason of a failure."""
 
 
 class TrialsRecord(Entry):
-    """Trials before a run."""
+    """Trials before a run, or of a sweep."""
 
-    setting: str
-    selected: float
-    trials: list[RateTrial]
+    metric: str
+    split: str
+    selected: Count | None = None
+    """Index of the best trial."""
+    trials: list[TrialEntry]
 
 
 class PackageVersions(Entry):

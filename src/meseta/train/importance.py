@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +17,23 @@ from meseta.data.read.batch_reader import BatchReader
 from meseta.embedding.batch_context import OutOfRangeIds
 from meseta.measure.threads import StepThreads
 from meseta.pipeline.losses import Model
-from meseta.sparse import JaggedTensor, KeyedJaggedTensor
 from meseta.system.waits import track_activity
 from meseta.telemetry.summary import FeatureImportance, FeatureKind, ImportanceSummary
+from meseta.train.baseline import sample_training_rows, score_logistic_regression
 from meseta.train.evaluate import evaluation_mode, score_batch
 from meseta.train.metrics import base_rate_entropy
+from meseta.train.sampled_rows import (
+    first_column,
+    first_label_weights,
+    gather_rows,
+    join_bags,
+    take_bags,
+    take_rows,
+)
 
 MAX_ROWS, MIN_ROWS = 100_000, 1_000
 """Limits of the number of rows. There are fewer than `MIN_ROWS` only if the split has fewer."""
-MAX_SCORED_ROWS = 250_000
+MAX_SCORED_ROWS = 175_000
 """Number of predictions that determines the number of rows, unless that is less than `MIN_ROWS`."""
 MAX_PERMUTATIONS = 4
 # 97.5th percentile of the standard normal distribution.
@@ -34,20 +41,28 @@ _NORMAL_QUANTILE = 1.959964
 
 
 def measure_importance(
-    model: Model, reader: BatchReader, world: World, *, seed: int, logit_shift: float = 0.0
+    model: Model,
+    reader: BatchReader,
+    world: World,
+    *,
+    seed: int,
+    logit_shift: float = 0.0,
+    training_reader: BatchReader | None = None,
 ) -> ImportanceSummary | None:
     """Measure the permutation importance of all features for the first label. Collective.
 
     The importance of a feature is the increase of the log loss if its column is permuted between rows. Its interval is
     the normal approximation over the differences of rows. Rows are consecutive parts of the split, evenly spaced. The
-    result depends on `seed`, and not on the number of ranks. The model is not updated.
+    result depends on `seed`, and not on the number of ranks. The model is not updated. The baselines are the rate of
+    positives, and `meseta.train.baseline` for `training_reader`.
 
     Args:
         model: Trained model.
         reader: Reader of the split, whose position changes.
         world: Ranks of the run.
-        seed: Seed of the permutations.
+        seed: Seed of the permutations, and of the order in which logistic regression reads its rows.
         logit_shift: Value added to the logits, see `meseta.train.evaluate.logit_shift`.
+        training_reader: Reader of the rows for logistic regression, whose position changes. `None` fits none.
 
     Returns:
         Importances, or `None` if no row has a weight, or there are no features.
@@ -60,8 +75,8 @@ def measure_importance(
     if not columns or not num_rows:
         return None
     with track_activity("measuring the importance of features"):
-        rows = _gather_rows(reader, num_rows, world)
-        weights = _first_label_weights(rows)
+        rows = gather_rows(reader, num_rows, world)
+        weights = first_label_weights(rows)
         if not weights.sum() > 0:
             return None
         num_permutations = min(max(MAX_SCORED_ROWS // (len(columns) * num_rows), 1), MAX_PERMUTATIONS)
@@ -72,7 +87,13 @@ def measure_importance(
                 order = np.random.default_rng([seed, place, repeat]).permutation(num_rows)
                 scorer.score(kind, column, torch.from_numpy(order))
         losses = scorer.gather_losses()
-    labels = _first_column(rows.label).double().numpy()
+        logistic: dict[str, Any] = {}
+        if training_reader is not None and training_reader.num_rows:
+            sample = sample_training_rows(training_reader, world)
+            logits = score_logistic_regression(sample, rows, dataset.sparse, seed=seed)
+            logistic["logistic_logloss"] = float(_log_losses(logits + logit_shift, rows) @ weights / weights.sum())
+            logistic["num_logistic_rows"] = sample.batch_size
+    labels = first_column(rows.label).double().numpy()
     total = float(weights.sum())
     permuted = losses[1:].reshape(len(columns), num_permutations, num_rows).mean(axis=1)
     features = [
@@ -86,8 +107,13 @@ def measure_importance(
         num_permutations=num_permutations,
         logloss=float(losses[0] @ weights) / total,
         constant_logloss=base_rate_entropy(float(labels @ weights), total),
+        **logistic,
         features=features,
     )
+
+
+def _log_losses(logits: NDArray[np.float64], rows: Batch) -> NDArray[np.float64]:
+    return np.logaddexp(0.0, logits) - first_column(rows.label).double().numpy() * logits
 
 
 def _summarize_differences(
@@ -132,8 +158,8 @@ class _Scorer:
             else:
                 ids = self.rows.sparse
                 bags = [batch.sparse[key] for key in ids.keys]
-                bags[column] = _take_bags(ids[ids.keys[column]], order[place])
-                yield replace(batch, sparse=_join_bags(ids.keys, bags))
+                bags[column] = take_bags(ids[ids.keys[column]], order[place])
+                yield replace(batch, sparse=join_bags(ids.keys, bags))
 
     def _compute_losses(self, batches: Sequence[Batch] | Iterator[Batch]) -> list[NDArray[np.float64]]:
         losses = []
@@ -142,7 +168,7 @@ class _Scorer:
                 with self._threads:
                     logits = score_batch(self.model, batch, self.world, self._outside)
                 first = logits.reshape(len(logits), -1)[:, 0].astype(np.float64) + self.logit_shift
-                losses.append(np.logaddexp(0.0, first) - _first_column(batch.label).double().numpy() * first)
+                losses.append(_log_losses(first, batch))
         return losses
 
     def gather_losses(self) -> NDArray[np.float64]:
@@ -151,95 +177,3 @@ class _Scorer:
         local = [np.stack(of_slice) for of_slice in zip(*self._losses, strict=True)]
         by_rank = self.world.all_gather_object(local)
         return np.concatenate([part for of_ranks in zip(*by_rank, strict=True) for part in of_ranks], axis=1)
-
-
-def _gather_rows(reader: BatchReader, num_rows: int, world: World) -> Batch:
-    """Return the first `num_rows` rows of evenly spaced global batches, on all ranks. Collective."""
-    size = reader.options.batch_size
-    num_read = -(-num_rows // size)
-    # The last batch may be shorter, so it is read only if all others are.
-    spacing = max((reader.num_batches - 1) // num_read, 1)
-    local: list[Batch] = []
-    for place in range(num_read):
-        reader.set_state({**reader.get_state(), "row": place * spacing * size})
-        with closing(reader.epoch()) as batches:
-            local.append(next(batches))
-    by_rank = world.all_gather_object(local)
-    rows = join_batches([batch for of_ranks in zip(*by_rank, strict=True) for batch in of_ranks])
-    return take_rows(rows, torch.arange(num_rows))
-
-
-def join_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the rows of batches of one dataset. Groups and positions are left out."""
-
-    def join(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    keys = batches[0].sparse.keys
-    bags = []
-    for key in keys:
-        parts = [batch.sparse[key] for batch in batches]
-        bags.append(
-            JaggedTensor(
-                values=torch.cat([part.values for part in parts]),
-                lengths=torch.cat([part.lengths for part in parts]),
-                weights=join([part.weights for part in parts]),
-            )
-        )
-    return Batch(
-        dense=torch.cat([batch.dense for batch in batches]),
-        sparse=_join_bags(keys, bags),
-        label=torch.cat([batch.label for batch in batches]),
-        weight=join([batch.weight for batch in batches]),
-        label_mask=join([batch.label_mask for batch in batches]),
-    )
-
-
-def take_rows(batch: Batch, rows: Tensor) -> Batch:
-    """Return the rows with indices `rows` [n] of a batch in CPU memory. Groups and the position are left out."""
-    ids = batch.sparse
-    return Batch(
-        dense=batch.dense[rows],
-        sparse=_join_bags(ids.keys, [_take_bags(ids[key], rows) for key in ids.keys]),
-        label=batch.label[rows],
-        weight=None if batch.weight is None else batch.weight[rows],
-        label_mask=None if batch.label_mask is None else batch.label_mask[rows],
-    )
-
-
-def _take_bags(bags: JaggedTensor, rows: Tensor) -> JaggedTensor:
-    lengths = bags.lengths[rows]
-    ends = lengths.cumsum(0)
-    # Each id of the result is at its place in its bag, after the start of the bag it comes from.
-    shifts = bags.offsets[rows] - (ends - lengths)
-    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
-    return JaggedTensor(
-        values=bags.values[places],
-        lengths=lengths,
-        weights=None if bags.weights is None else bags.weights[places],
-    )
-
-
-def _join_bags(keys: Sequence[str], bags: Sequence[JaggedTensor]) -> KeyedJaggedTensor:
-    if not keys:
-        return KeyedJaggedTensor(
-            keys=(), values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64)
-        )
-    weights: list[Any] = [of_key.weights for of_key in bags]
-    return KeyedJaggedTensor(
-        keys=tuple(keys),
-        values=torch.cat([of_key.values for of_key in bags]),
-        lengths=torch.cat([of_key.lengths for of_key in bags]),
-        weights=None if weights[0] is None else torch.cat(weights),
-        batch_sizes=tuple(of_key.lengths.numel() for of_key in bags),
-    )
-
-
-def _first_label_weights(rows: Batch) -> NDArray[np.float64]:
-    weights = np.ones(rows.batch_size) if rows.weight is None else rows.weight.double().numpy()
-    return weights if rows.label_mask is None else weights * _first_column(rows.label_mask).numpy()
-
-
-def _first_column(labels: Tensor) -> Tensor:
-    return labels if labels.dim() == 1 else labels[:, 0]

@@ -26,6 +26,7 @@ from meseta.telemetry.summary import (
 from meseta.train.evaluate import logit_shift
 from meseta.train.evaluation_tracker import decisions_from_evaluations
 from meseta.train.importance import measure_importance
+from meseta.train.setup.build import make_reader
 from meseta.train.state import sum_clamped
 
 if TYPE_CHECKING:
@@ -77,7 +78,16 @@ def _measure_importance(trainer: Trainer) -> ImportanceSummary | None:
     config, reader = trainer.config, trainer.eval_readers.get(trainer.evaluation_tracker.split)
     if reader is None or not config.report.importance:
         return None
-    return measure_importance(trainer.model, reader, trainer.world, seed=config.seed, logit_shift=logit_shift(config))
+    # Without the attempt of the run, a service treats the reader as that of another run, so it replaces no session.
+    training_reader = make_reader(config, trainer.dataset, "train", trainer.world, in_order=True)
+    return measure_importance(
+        trainer.model,
+        reader,
+        trainer.world,
+        seed=config.seed,
+        logit_shift=logit_shift(config),
+        training_reader=training_reader,
+    )
 
 
 def _build_summary(

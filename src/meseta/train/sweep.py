@@ -29,7 +29,7 @@ from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.detail import CurrentDetail
 from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, VALID, validation_split
 from meseta.telemetry.metrics_file import EvalLine
-from meseta.telemetry.summary import TRIALS_FILE, RateTrial, RunSummary, TrialsRecord, read_summary
+from meseta.telemetry.summary import TRIALS_FILE, RunSummary, TrialEntry, TrialsRecord, read_summary
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.setup.source import make_row_source
 from meseta.train.trainer import Trainer
@@ -56,22 +56,23 @@ def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunC
     if previous_rate is not None:
         return _with_rate(config, previous_rate)
     table = TrialTable([{"embedding.optimizer.lr": rate} for rate in CANDIDATE_RATES], "auc")
-    auc_by_rate: dict[float, float | None] = {}
+    trials: list[TrialEntry] = []
     for number, rate in enumerate(CANDIDATE_RATES):
-        auc_by_rate[rate] = _run_trial(config, dataset, rate, world)
+        evaluation = _run_trial(config, dataset, rate, world)
+        trials.append(TrialEntry(settings={"embedding.optimizer.lr": rate}, value=evaluation.auc))
         if world.rank == 0:
-            table.print_row(number, auc_by_rate[rate])
-    tried = {rate: auc for rate, auc in auc_by_rate.items() if auc is not None}
-    best = max(tried, key=lambda rate: tried[rate]) if tried else config.embedding.optimizer.lr
+            table.print_row(number, evaluation.auc)
+    aucs = {number: trial.value for number, trial in enumerate(trials) if trial.value is not None}
+    selected = max(aucs, key=lambda number: aucs[number]) if aucs else None
+    best = config.embedding.optimizer.lr if selected is None else CANDIDATE_RATES[selected]
     if world.rank == 0 and not CurrentDetail.is_quiet():
         print(f"chosen by the validation AUC: embedding.optimizer.lr={best:g}")
-    world.run_on_rank_0(lambda: _finish_trials(config.run_dir, best, auc_by_rate))
+    record = TrialsRecord(metric="auc", split=evaluation.split, selected=selected, trials=trials)
+    world.run_on_rank_0(lambda: _finish_trials(config.run_dir, record))
     return _with_rate(config, best)
 
 
-def _finish_trials(run_dir: Path, selected: float, auc_by_rate: Mapping[float, float | None]) -> None:
-    results = [RateTrial(value=rate, auc=auc) for rate, auc in auc_by_rate.items()]
-    record = TrialsRecord(setting="embedding.optimizer.lr", selected=selected, trials=results)
+def _finish_trials(run_dir: Path, record: TrialsRecord) -> None:
     RunDir(run_dir).write_json(TRIALS_FILE, record.to_dict())
     shutil.rmtree(run_dir / TRIALS_FOLDER, ignore_errors=True)
 
@@ -82,8 +83,8 @@ def _load_table_rate(run_dir: Path) -> float | None:
     return run.load_config().embedding.optimizer.lr if run.has_begun else None
 
 
-def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> float | None:
-    """Return the validation AUC of a trial, the best one if `train.finish` is 'best'. No checkpoints are saved."""
+def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> EvalLine:
+    """Return the validation metrics of a trial, the best ones if `train.finish` is 'best'. No checkpoints are saved."""
     trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
     evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
     if evaluation is None:
@@ -91,7 +92,7 @@ def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -
         evaluation = trainer.run_trial(best=config.train.finish == "best")
         line = evaluation
         world.run_on_rank_0(lambda: trial.write_json(_RESULT_FILE, line.to_dict()))
-    return evaluation.auc
+    return evaluation
 
 
 def _load_result(trial: RunDir) -> EvalLine | None:
@@ -512,12 +513,24 @@ def write_tables(sweep: Sweep, ranked: Sequence[TrialResult]) -> None:
     write_atomic(sweep.out / "sweep.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
-def write_page(sweep: Sweep, ranked: Sequence[TrialResult]) -> Path | None:
-    """Write comparison.html with the best finished trials. Returns `None` if no trial is finished."""
+def write_page(sweep: Sweep, ranked: Sequence[TrialResult], metric: str) -> Path | None:
+    """Write comparison.html with a list of trials ranked by `metric`, and a comparison of the best finished ones.
+    Returns `None` if no trial is finished."""
     from meseta.report.comparison import compare_runs
     from meseta.report.comparison_page import write_comparison
 
     finished = [result.trial.run_dir for result in ranked if result.summary is not None]
     if not finished:
         return None
-    return write_comparison(compare_runs(finished[:MAX_COMPARED]), sweep.out / "comparison.html")
+    trials = [
+        TrialEntry(
+            name=result.trial.run_dir.name,
+            settings=dict(result.trial.settings),
+            value=result.metric(metric),
+            problem=result.problem,
+        )
+        for result in ranked
+    ]
+    has_best = len(ranked) > 1 and trials[0].value is not None
+    record = TrialsRecord(metric=metric, split=ranked[0].split, selected=0 if has_best else None, trials=trials)
+    return write_comparison(compare_runs(finished[:MAX_COMPARED]), sweep.out / "comparison.html", record)

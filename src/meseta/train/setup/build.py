@@ -125,15 +125,22 @@ def make_pipeline(
 
 
 def make_reader(
-    config: RunConfig, dataset: Dataset, split: str, world: World, run: RunAttempt | None = None
+    config: RunConfig,
+    dataset: Dataset,
+    split: str,
+    world: World,
+    run: RunAttempt | None = None,
+    *,
+    in_order: bool = False,
 ) -> BatchReader:
     """Return a reader of this rank's slices of the batches of a split.
 
-    Training rows are shuffled. Other splits are read in the order of their files. `run` and the errors are those of
-    `RowSource.reader`, and so is whether the call is collective.
+    Training rows are shuffled, unless they are to be read `in_order`, in batches of evaluations. Other splits are read
+    in the order of their files. `run` and the errors are those of `RowSource.reader`, and so is whether the call is
+    collective.
     """
     train, data = config.train, config.data
-    is_train = split == "train"
+    is_train = split == "train" and not in_order
     options = ReaderOptions(
         batch_size=train.batch_size if is_train else train.eval_batch_size,
         shuffle=data.shuffle and is_train,
@@ -142,7 +149,7 @@ def make_reader(
         prefetch_batches=data.prefetch_batches,
         last_batch=data.last_batch if is_train else "keep",
         filter=data.filter,
-        negative_keep=data.negative_keep if is_train else 1.0,
+        negative_keep=data.negative_keep if split == "train" else 1.0,
     )
     return make_row_source(data).reader(dataset, split, options, world, run)
 
