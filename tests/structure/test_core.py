@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +19,10 @@ from meseta.ops.core import MODULES, core
 
 FORBIDDEN = re.compile(r"torch|c10|_ZN?K?2at|aten_", re.IGNORECASE)  # mangled c10:: and at::
 # test_openmp.py tests OpenMP's runtime.
-SYSTEM = {"libstdc++", "libc++", "libm", "libgcc_s", "libc", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+SYSTEM = {
+    *("libstdc++", "libc++", "libm", "libgcc_s", "libc", "libpthread", "libdl"),
+    *("ld-linux-x86-64", "ld-linux-aarch64"),
+}
 
 
 def core_modules() -> list[Path]:
@@ -51,6 +56,18 @@ def test_only_libraries_of_the_system_are_needed(module: Path) -> None:
     needed = re.findall(r"NEEDED\s+(\S+?)\.so", dynamic)
     assert needed and set(needed) <= SYSTEM, needed
     assert re.findall(r"R(?:UN)?PATH\s+(\S+)", dynamic) == []
+
+
+@pytest.mark.parametrize("module", core_modules(), ids=lambda path: path.name.partition(".")[0])
+def test_symbols_are_no_newer_than_the_wheels_tag(module: Path) -> None:
+    tag = re.search(r"^Tag: .*-manylinux_2_(\d+)_", distribution("meseta").read_text("WHEEL") or "", re.MULTILINE)
+    # A core that was built on this machine may need its C library.
+    newest = int(tag[1] if tag else (os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(".")[2])
+    required = output("readelf", "--version-info", "--wide", str(module))
+    minors = [int(minor) for minor in re.findall(r"Name: GLIBC_2\.(\d+)", required)]
+    assert minors and max(minors) <= newest, minors
+    if tag:
+        assert not re.search(r"Name: (?:GLIBCXX|CXXABI)_", required)
 
 
 def test_the_baseline_loads_without_torch() -> None:

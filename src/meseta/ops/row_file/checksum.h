@@ -7,6 +7,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <nmmintrin.h>
 #elif defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h>
@@ -31,7 +32,14 @@ inline uint32_t crc32c_by_table(uint32_t crc, const uint8_t* data, size_t bytes)
 }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) inline uint32_t crc32c_by_sse42(uint32_t crc, const uint8_t* data, size_t bytes) {
+// __builtin_cpu_supports is always false if Zig compiles, because its runtime does not ask the processor.
+inline bool has_sse42() {
+  unsigned a = 0, b = 0, features = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &features, &d) != 0 && (features & bit_SSE4_2) != 0;
+}
+
+__attribute__((target("sse4.2,crc32"))) inline uint32_t crc32c_by_sse42(uint32_t crc, const uint8_t* data,
+                                                                          size_t bytes) {
   uint64_t wide = crc, word = 0;
   size_t i = 0;
   for (; i + 8 <= bytes; i += 8) {
@@ -43,8 +51,8 @@ __attribute__((target("sse4.2"))) inline uint32_t crc32c_by_sse42(uint32_t crc, 
   return crc;
 }
 
-__attribute__((target("sse4.2"))) inline uint32_t entry_checksum_by_sse42(uint32_t begin, const uint8_t* data,
-                                                                           size_t bytes) {
+__attribute__((target("sse4.2,crc32"))) inline uint32_t entry_checksum_by_sse42(uint32_t begin, const uint8_t* data,
+                                                                                 size_t bytes) {
   uint64_t sums[3] = {begin, 0, 0}, words[3];
   size_t i = 0;
   for (; i + 24 <= bytes; i += 24) {
@@ -61,7 +69,7 @@ __attribute__((target("sse4.2"))) inline uint32_t entry_checksum_by_sse42(uint32
 // Return the checksum of `bytes` bytes. Start with ~0, or with the checksum of the preceding bytes.
 inline uint32_t crc32c(uint32_t crc, const uint8_t* data, size_t bytes) {
 #if defined(__x86_64__)
-  static const bool has_instruction = __builtin_cpu_supports("sse4.2");
+  static const bool has_instruction = has_sse42();
   return has_instruction ? crc32c_by_sse42(crc, data, bytes) : crc32c_by_table(crc, data, bytes);
 #elif defined(__ARM_FEATURE_CRC32)
   size_t i = 0;
@@ -81,7 +89,7 @@ inline uint32_t crc32c(uint32_t crc, const uint8_t* data, size_t bytes) {
 // words are distributed over three sums. The first sum then continues over the two others and the rest.
 inline uint32_t entry_checksum(uint32_t begin, const uint8_t* data, size_t bytes) {
 #if defined(__x86_64__)
-  static const bool has_instruction = __builtin_cpu_supports("sse4.2");
+  static const bool has_instruction = has_sse42();
   if (has_instruction) return entry_checksum_by_sse42(begin, data, bytes);
 #endif
   return crc32c(begin, data, bytes);
