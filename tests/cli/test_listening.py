@@ -114,7 +114,7 @@ def ranks_of(run: str) -> set[int]:
 
 @pytest.mark.soak
 def test_ranks_of_torchrun_listen_on_the_chosen_interface_alone(tiny: Path, tmp_path: Path) -> None:
-    """The agent's store, which belongs to torch, listens on all interfaces (docs/several_ranks.md)."""
+    """The agent's store, which belongs to torch, listens on all interfaces (docs/clusters.md)."""
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
     run = f"meseta-{os.getpid()}"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
+from fsspec.spec import AbstractBufferedFile
 from pydantic import ValidationError
 
 from data.click_log import make_lines
@@ -45,16 +47,40 @@ def contents(dataset: Dataset) -> tuple[Any, ...]:
     return files, dataset.dense, dataset.sparse, dataset.splits
 
 
+class BufferedFile(AbstractBufferedFile):
+    """File with the methods of those of S3, Google Cloud Storage and others."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.fs.cat_file(self.path, start, end)
+
+
+class BufferedFileSystem(MemoryFileSystem):
+    protocol = "buffered"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "rb":
+            return BufferedFile(self, path, mode, size=self.info(path)["size"])
+        return super()._open(path, mode, **options)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        return bytes(self.store[path].getbuffer()[start:end])
+
+
+fsspec.register_implementation("buffered", BufferedFileSystem)
+
+
 @pytest.mark.parametrize("kind", ["tsv.gz", "csv", "svm", "parquet"])
-@pytest.mark.parametrize("scheme", ["memory", "file"])
+@pytest.mark.parametrize("scheme", ["memory", "file", "buffered"])
 def test_a_url_is_read_as_a_local_file_is(tmp_path: Path, scheme: str, kind: str) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()
     write_files(raw, kind)
     root = f"file://{raw}"
-    if scheme == "memory":
-        root = f"memory://{tmp_path.name}-{kind}"
-        fsspec.filesystem("memory").put(f"{raw}/", root, recursive=True)
+    if scheme != "file":
+        root = f"{scheme}://{tmp_path.name}-{kind}"
+        fsspec.filesystem(scheme).put(f"{raw}/", root, recursive=True)
     local = prepare(PrepareOptions(sources=[f"{raw}/*.{kind}"], out=tmp_path / "local"))
     remote = prepare(PrepareOptions(sources=[f"{root}/log_*.{kind}"], out=tmp_path / "remote"))
     assert contents(remote) == contents(local)

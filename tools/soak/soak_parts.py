@@ -91,6 +91,11 @@ PARTS = {
         " and no process remains",
         ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
+    "clusters": Part(
+        "the recipes of [clusters](clusters.md) on two hosts, undisturbed and after SIGTERM and SIGKILL: the same bits "
+        "as on one host",
+        ("tests/hosts/test_clusters.py",),
+    ),
     "stalls": Part(
         "frozen and throttled disks, stopped file servers and full control groups: a line within 30 s names the cause",
         ("tests/telemetry/test_stalls.py", "tests/cli/test_stalls.py", "tests/cli/test_memory_limits.py"),

@@ -52,4 +52,6 @@ def publish_record(run_dir: Path, first_step: int) -> None:
     before this process."""
     if CurrentRankRecord.record is not None:
         CurrentRankRecord.record.num_previous_steps = first_step
-        link_tmpfile(CurrentRankRecord.record.descriptor, record_path(run_dir, CurrentRankRecord.record.rank))
+        path = record_path(run_dir, CurrentRankRecord.record.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)  # Rank 0 may have created it on another host.
+        link_tmpfile(CurrentRankRecord.record.descriptor, path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import itertools
 import os
 import re
@@ -48,6 +49,8 @@ _CHANGE_STAMP_KEYS = (
     "created",
 )
 """Keys under which file systems of fsspec report the modification time of a file, or its ETag."""
+
+_READ_BUFFER_BYTES = 1 << 20
 
 PLAIN_SCHEME, ENCRYPTED_SCHEME = "grpc", "grpc+tls"
 """Schemes of addresses without and with encryption."""
@@ -274,8 +277,12 @@ def open_file(name: str) -> Any:
     """
     if not is_url(name):
         return open(name, "rb")
+    from fsspec.spec import AbstractBufferedFile
+
     system, path = _filesystem(name)
-    return system.open(path, "rb")
+    file = system.open(path, "rb")
+    # `readline` of these files, such as those of s3://, takes no size.
+    return io.BufferedReader(file, _READ_BUFFER_BYTES) if isinstance(file, AbstractBufferedFile) else file
 
 
 def check_not_url(what: str, path: Path) -> None:
