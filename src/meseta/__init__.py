@@ -29,7 +29,7 @@ _LAZY_IMPORTS = {
 }
 
 __all__ = [*_LAZY_IMPORTS, "__version__"]  # noqa: PLE0604
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:
