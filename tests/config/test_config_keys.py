@@ -173,6 +173,8 @@ def changed(annotation: Any, value: Any) -> Any:
             return {**value, "linear": 5}
         case float():
             return value + 0.5
+        case None:
+            return 0.5
     return 2 * value
 
 

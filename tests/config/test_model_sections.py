@@ -64,6 +64,10 @@ def test_without_a_name_it_is_the_default() -> None:
         ({"name": "a.b:C", "option": {}}, "unknown key 'model.option'; did you mean 'options'?"),
         ({"name": "xdeepfm", "cin_layers": []}, "key 'model.cin_layers': .* at least 1 item"),
         ({"name": "fm", "options": {"a": 1}}, "'options' are for custom models, .*set the keys of 'fm' directly"),
+        ({"name": "finalmlp", "first_dropout": 1}, "key 'model.first_dropout': .* less than 1, got 1"),
+        ({"name": "finalmlp", "second_dropout": -0.1}, "key 'model.second_dropout': .* or equal to 0, got -0.1"),
+        ({"name": "masknet", "embedding_layer_norm": 2}, "key 'model.embedding_layer_norm': .* boolean, .*got 2"),
+        ({"name": "masknet", "embedding_norm": False}, "did you mean 'embedding_layer_norm'?"),
         ("dlrm", "key 'model': it is a section and must hold keys, got 'dlrm'"),
     ],
 )

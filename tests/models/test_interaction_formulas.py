@@ -151,11 +151,13 @@ def mask_block(block: Any, v: Tensor, x: Tensor) -> Tensor:
 
 @BATCHES
 @pytest.mark.parametrize("structure", ["serial", "parallel"])
-def test_masknet(structure: Any, batch_size: int) -> None:
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_masknet(layer_norm: bool, structure: Any, batch_size: int) -> None:
     def loop(model: MaskNet, dense: Tensor, rows: Tensor) -> Tensor:
         vectors = field_vectors(model, dense, rows)
-        v = torch.cat(vectors)
-        x = torch.cat([norm(e, model.norm.weight[m], model.norm.bias[m]) for m, e in enumerate(vectors)])
+        v = x = torch.cat(vectors)
+        if layer_norm:
+            x = torch.cat([norm(e, model.norm.weight[m], model.norm.bias[m]) for m, e in enumerate(vectors)])
         if structure == "parallel":
             x = torch.cat([mask_block(block, v, x) for block in model.blocks.blocks])
         else:
@@ -165,6 +167,7 @@ def test_masknet(structure: Any, batch_size: int) -> None:
 
     deep_mlp = (4,) if structure == "parallel" else ()
     make = {"shape": MaskShape(structure=structure, widths=(6, 5), reduction=0.5), "deep_mlp": deep_mlp}
+    make["embedding_layer_norm"] = layer_norm
     check(MaskNet(OneRowEach([3, 3]), num_dense=2, **make), loop, batch_size)
 
 

@@ -103,6 +103,33 @@ def test_a_factorized_layer_is_followed_by_norm_and_dropout(residual: Any) -> No
     torch.testing.assert_close(block(data, batch), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("rates", [(0.25, None), (0.0, 0.5), (None, None)])
+def test_each_stream_has_its_dropout(rates: tuple[float | None, float | None]) -> None:
+    """A stream without a rate has that of the options. Gradients agree too."""
+    shapes = (StreamShape(mlp=(7, 4), dropout=rates[0]), StreamShape(mlp=(4,), dropout=rates[1]))
+    options = MLPOptions(dropout=0.75, seed=9)
+    model = made("finalmlp", streams=shapes, feature_gates=False, options=options).double()
+    batch = BatchSlice(world=World.single(), step=4, batch_size_per_rank=(20,))
+    model.embeddings.batch_slice = batch
+    dense, pooled = some_dense(20, 3), torch.randn(20, 12, dtype=torch.float64)
+    outputs = []
+    for stream, rate in enumerate(rates):
+        x, share = torch.cat([dense, pooled], dim=1), 0.75 if rate is None else rate
+        for index, layer in enumerate(part for part in model.streams[stream] if isinstance(part, nn.Linear)):
+            x = functional.relu(functional.linear(x, layer.weight, layer.bias))
+            x = x * dropout_mask(share, 9, f"streams.{stream}.{index}", batch, x.shape[1]) / (1 - share)
+        outputs.append(x)
+    fusion, (first, second) = model.fusion, outputs
+    bilinear = torch.einsum("bi,ji,bj->b", first, fusion.heads[0], second)
+    expected = first @ fusion.first.weight[0] + second @ fusion.second.weight[0] + fusion.first.bias + bilinear
+    logits = model.score(dense, pooled)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+    parameters = list(model.streams.parameters())
+    gradients = (torch.autograd.grad(value.square().sum(), parameters) for value in (logits, expected))
+    for ours, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-11)
+
+
 def test_each_block_also_learns_the_combined_prediction() -> None:
     model = made("final").double()
     assert model.loss_terms == ("first_block", "second_block") and not made("final", blocks=((6,),)).loss_terms
@@ -162,6 +189,19 @@ def test_initial_weights_are_a_function_of_seed_and_name(name: str) -> None:
     assert len(drawn) >= 4 and all(not torch.equal(first[key], other[key]) for key in drawn)
     matrices = {key for key, value in first.items() if value.dim() > 1 and "norm" not in key}
     assert matrices - drawn <= {"field_gate.gates.linear.weight"}
+
+
+@pytest.mark.parametrize("num_heads", [1, 10])
+def test_the_heads_of_a_fusion_start_as_one_column(num_heads: int) -> None:
+    """torch's xavier for a matrix with one column per output, in which the authors' code holds all heads."""
+    streams = (StreamShape(mlp=(400,)), StreamShape(mlp=(300,)))
+    heads = made("finalmlp", streams=streams, num_heads=num_heads).fusion.heads.detach()
+    assert heads.shape == (num_heads, 300 // num_heads, 400 // num_heads)
+    column = nn.init.xavier_normal_(torch.empty(heads.numel(), 1), generator=torch.Generator().manual_seed(0))
+    precision = 5 / (2 * heads.numel()) ** 0.5  # five standard errors of a standard deviation
+    assert heads.std().item() == pytest.approx((2 / (1 + 400 * 300 / num_heads)) ** 0.5, rel=precision)
+    assert heads.std().item() == pytest.approx(column.std().item(), rel=2 * precision)
+    assert abs(heads.mean().item()) < 5 * heads.std().item() / heads.numel() ** 0.5
 
 
 @EACH

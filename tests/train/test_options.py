@@ -8,8 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 
+from meseta.comm import World
+from meseta.config import RunConfig, load_config
+from meseta.models import FinalMLP
 from meseta.spec import MesetaError
+from meseta.train.resuming import check_same_model
+from meseta.train.run_dir import RunDir
 from small_run import final_checksum, manifest, metrics, settings, table_checksums, tiny_data, train
 
 
@@ -138,3 +145,50 @@ def test_another_model_of_equal_shapes_is_refused(tiny: Path, tmp_path: Path) ->
     ):
         with pytest.raises(MesetaError, match=f"run_dir .* has another model: {words}.*; set it back"):
             train(settings(tiny, tmp_path / "run", **{key: value}))
+
+
+LATER_KEYS = {"finalmlp": ("first_dropout", "second_dropout"), "masknet": ("embedding_layer_norm",)}
+"""Keys of models that the configs of older runs lack."""
+
+
+def without_later_keys(config: RunConfig) -> str:
+    document = config.model_dump(mode="json")
+    for key in LATER_KEYS[config.model.name]:
+        del document["model"][key]
+    return yaml.safe_dump(document)
+
+
+@pytest.mark.parametrize("name", LATER_KEYS)
+def test_a_config_without_later_keys_is_of_the_same_model(tiny: Path, tmp_path: Path, name: str) -> None:
+    config = RunConfig.model_validate(settings(tiny, tmp_path, model__name=name, model__dropout=0.3))
+    (tmp_path / "config.yaml").write_text(without_later_keys(config))
+    check_same_model(RunDir(tmp_path), config, World.single())
+    for key in LATER_KEYS[name]:
+        other = settings(tiny, tmp_path, model__name=name, model__dropout=0.3, **{f"model__{key}": 0.0})
+        with pytest.raises(MesetaError, match=rf"model\.{key} was (None|True) and is (0\.0|False) now"):
+            check_same_model(RunDir(tmp_path), RunConfig.model_validate(other), World.single())
+
+
+@pytest.mark.soak  # the test above checks the configs in `make test`
+def test_a_run_of_an_older_version_continues_unchanged(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fusion matrix started ten times wider."""
+    keys = {"model__name": "finalmlp", "model__dropout": 0.3}
+    with monkeypatch.context() as older:
+        fill = FinalMLP._set_initial_weights
+
+        def fill_wide(model: FinalMLP, seed: int) -> None:
+            fill(model, seed)
+            with torch.no_grad():
+                model.fusion.heads.mul_(10)
+
+        older.setattr(FinalMLP, "_set_initial_weights", fill_wide)
+        train(settings(tiny, tmp_path / "whole", **keys, train__max_steps=4))
+        train(settings(tiny, tmp_path / "cut", **keys, train__max_steps=2))
+    path = tmp_path / "cut" / "config.yaml"
+    path.write_text(without_later_keys(load_config(path, is_stored=True)))
+    train(settings(tiny, tmp_path / "cut", **keys, train__max_steps=4))
+    assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
+    train(settings(tiny, tmp_path / "new", **keys, train__max_steps=4))
+    assert final_checksum(tmp_path / "new") != final_checksum(tmp_path / "whole")

@@ -10,7 +10,6 @@ from meseta.config.models.base import LayeredModelConfig
 from meseta.config.section import Depth, Width
 
 Structure = Literal["stacked", "parallel"]
-"""`stacked` runs the MLP on the output of the cross network. `parallel` runs both on the input."""
 CrossKind = Literal["full", "low_rank", "mixture"]
 Activation = Literal["tanh", "relu"]
 MaskStructure = Literal["serial", "parallel"]
@@ -64,6 +63,8 @@ class MaskNetConfig(LayeredModelConfig):
     """Number of outputs of each MaskBlock."""
     mask_reduction: float = Field(default=2.0, gt=0, le=64)
     """Width of a mask's hidden layer, relative to the width of the mask."""
+    embedding_layer_norm: bool = True
+    """Whether layer normalization of each vector precedes the masks."""
     deep_mlp: tuple[Width, ...] = (400, 400, 400)
     """Widths of the hidden layers of the MLP after the blocks, for structure 'parallel'. A last layer with one output
     is appended. Empty for 'serial'."""
@@ -78,6 +79,10 @@ class FinalMLPConfig(LayeredModelConfig):
     """Widths of the layers of the first stream."""
     second_mlp: tuple[Width, ...] = Field(default=(400, 400, 400), min_length=1)
     """Widths of the layers of the second stream."""
+    first_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout rate of the first stream; None: `dropout`."""
+    second_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout rate of the second stream; None: `dropout`."""
     feature_gates: bool = True
     """Whether each stream has a gate that weights its inputs."""
     gate_mlp: tuple[Width, ...] = (64,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
@@ -40,6 +40,12 @@ class StreamShape:
     """Hidden widths of the gate."""
     context: Sequence[str] = ()
     """Features whose pooled rows the gate reads. If empty, it reads a learned vector."""
+    dropout: float | None = None
+    """Dropout rate of the stream's layers. `None` means that of the `MLPOptions`."""
+
+    def layer_options(self, options: MLPOptions) -> MLPOptions:
+        """Return `options` with the dropout rate of this stream. Raises MesetaError if the rate is invalid."""
+        return options if self.dropout is None else replace(options, dropout=self.dropout)
 
 
 class FeatureGate(nn.Module):
@@ -116,11 +122,12 @@ class FinalMLP(ScoringModel):
             streams: Shapes of the two streams.
             feature_gates: Whether streams have gates.
             num_heads: Number of heads of the fusion.
-            options: Options of the streams. Gates compute in their type, the fusion in that of its weights.
+            options: Options of streams without a dropout rate. Gates compute in their type, the fusion in that of its
+                weights.
             seed: Seed of the initial weights.
 
-        Raises MesetaError if a width is below 1, a stream has no layers, the heads do not divide the width of a
-        stream's last layer, or a context is not a feature.
+        Raises MesetaError if a width is below 1, a stream has no layers or an invalid dropout rate, the heads do not
+        divide the width of a stream's last layer, or a context is not a feature.
         """
         super().__init__(embeddings, num_dense)
         self.options = options or MLPOptions()
@@ -138,7 +145,7 @@ class FinalMLP(ScoringModel):
                 [num_inputs, *stream.mlp],
                 relu_last=True,
                 last_is_hidden=True,
-                options=self.options,
+                options=stream.layer_options(self.options),
                 name=f"streams.{index}",
             )
             for index, stream in enumerate(streams)
@@ -168,7 +175,8 @@ class FinalMLP(ScoringModel):
     def _set_initial_weights(self, seed: int) -> None:
         # Weights from N(0, 2 / (inputs + outputs)), biases with zeros.
         fill_linear(self, seed)
-        fill_normal(self.fusion.heads, math.sqrt(2.0 / sum(self.fusion.heads.shape[1:])), seed, "fusion.heads")
+        # The authors' code (reczoo/FuxiCTR, model_zoo/FinalMLP) draws all heads as one matrix with one column.
+        fill_normal(self.fusion.heads, math.sqrt(2.0 / (1 + self.fusion.heads.numel())), seed, "fusion.heads")
         for index, gate in enumerate(self.gates):
             vector = cast(FeatureGate, gate).vector
             if vector is not None:
@@ -192,8 +200,18 @@ def make_finalmlp(config: FinalMLPConfig, request: ModelBuildArgs) -> FinalMLP:
     return request.build(
         FinalMLP,
         streams=(
-            StreamShape(mlp=config.first_mlp, gate_mlp=config.gate_mlp, context=config.first_context),
-            StreamShape(mlp=config.second_mlp, gate_mlp=config.gate_mlp, context=config.second_context),
+            StreamShape(
+                mlp=config.first_mlp,
+                gate_mlp=config.gate_mlp,
+                context=config.first_context,
+                dropout=config.first_dropout,
+            ),
+            StreamShape(
+                mlp=config.second_mlp,
+                gate_mlp=config.gate_mlp,
+                context=config.second_context,
+                dropout=config.second_dropout,
+            ),
         ),
         feature_gates=config.feature_gates,
         num_heads=config.fusion_heads,

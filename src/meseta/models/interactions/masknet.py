@@ -80,7 +80,7 @@ class MaskBlocks(HiddenLayers):
     def forward(
         self, v: Float[Tensor, "B M_D"], x: Float[Tensor, "B M_D"], batch: BatchSlice | None
     ) -> Float[Tensor, "B outputs"]:
-        """Apply all blocks. `v` has the concatenated vectors of each sample, and `x` their normalized values."""
+        """Apply all blocks. `v` has the concatenated vectors of each sample, and `x` the input of the blocks."""
         placed = self.resolve_batch_slice(batch, x)
         outputs = []
         for index, block in enumerate(self.blocks):
@@ -94,7 +94,7 @@ class MaskNet(ScoringModel):
     """MaskNet (arXiv 2102.07619, section 3).
 
     v = concat(x_m v_m for dense inputs, pooled rows for features), each of width D
-    x = LN of every vector, with separate weights
+    x = LN of every vector, with separate weights; x = v without embedding_layer_norm
     serial      logit = w . block_L(v, ... block_2(v, block_1(v, x))) + b
     parallel    logit = MLP(concat(block_1(v, x), ..., block_L(v, x)))
     """
@@ -106,6 +106,7 @@ class MaskNet(ScoringModel):
         num_dense: int,
         shape: MaskShape,
         deep_mlp: Sequence[int] = (),
+        embedding_layer_norm: bool = True,
         options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
@@ -116,6 +117,7 @@ class MaskNet(ScoringModel):
             num_dense: Number of dense inputs.
             shape: Shape of the MaskBlocks.
             deep_mlp: Hidden widths of the MLP on parallel blocks.
+            embedding_layer_norm: Whether to normalize each vector before the blocks that read the input.
             options: Options of the MLP. Dropout also applies to the blocks, which compute in the type of the MLP.
             seed: Seed of the initial weights.
 
@@ -140,7 +142,7 @@ class MaskNet(ScoringModel):
         width = common_width("MaskNet", self.dims)
         self.fields = FieldVectors(num_dense, len(self.dims), width, seed)
         num_fields = self.fields.num_fields
-        self.norm = LayerNorm(num_fields, width)
+        self.norm = LayerNorm(num_fields, width) if embedding_layer_norm else None
         self.blocks = MaskBlocks(num_fields * width, shape, self.options)
         widths = [self.blocks.num_outputs, *deep_mlp, 1]
         self.deep_mlp = MLP(widths, relu_last=False, options=self.options, name="deep_mlp")
@@ -152,7 +154,8 @@ class MaskNet(ScoringModel):
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         vectors = self.options.cast(self.fields.concat_sparse(x, pooled))
-        hidden = self.blocks(vectors.flatten(1), self.norm(vectors).flatten(1), self.batch_slice)
+        x = vectors if self.norm is None else self.norm(vectors)
+        hidden = self.blocks(vectors.flatten(1), x.flatten(1), self.batch_slice)
         return cast(Tensor, self.deep_mlp(hidden, self.batch_slice)).squeeze(1)
 
 
@@ -162,4 +165,5 @@ def make_masknet(config: MaskNetConfig, request: ModelBuildArgs) -> MaskNet:
         MaskNet,
         shape=MaskShape(structure=config.structure, widths=config.mask_blocks, reduction=config.mask_reduction),
         deep_mlp=config.deep_mlp,
+        embedding_layer_norm=config.embedding_layer_norm,
     )
