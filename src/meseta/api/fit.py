@@ -199,7 +199,8 @@ def _split_options(split: str, value: HeldOut, spool: Path) -> list[str]:
 
 def _is_time(text: str) -> bool:
     try:
-        return not np.isnan(parse_times(pa.array([text]))[0])
+        # A text such as 2026/01/31 is a folder here, although raw files may contain it as a date.
+        return "/" not in text and not np.isnan(parse_times(pa.array([text]))[0])
     except pa.ArrowInvalid:
         return False
 
