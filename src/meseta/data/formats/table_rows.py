@@ -123,6 +123,15 @@ def group_keys(texts: pa.Array) -> NDArray[np.int64]:
     return np.where(whole.to_numpy(zero_copy_only=False), numbers, keys)
 
 
+def split_texts(texts: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return (values [nnz], row of each value [nnz]) of texts [n] of several values. Empty values are left out."""
+    lists = pc.split_pattern(texts, separator)
+    values = lists.flatten()
+    rows = np.repeat(np.arange(len(texts)), pc.list_value_length(lists).to_numpy())
+    present = pc.not_equal(values, pa.scalar("", pa.string()).cast(values.type))
+    return values.filter(present), rows[present.to_numpy(zero_copy_only=False)]
+
+
 def bucket_rows(values: NDArray[np.float64], boundaries: Sequence[float]) -> pa.Array:
     """Return int32 rows [n]: 0 for a missing value, otherwise 1 plus the number of boundaries <= value."""
     rows = np.searchsorted(np.array(boundaries, np.float64), values, side="right").astype(np.int32) + 1
