@@ -106,6 +106,9 @@ def test_errors_of_preparation_name_arguments(tmp_path: Path) -> None:
         ({"split_by": "group", "valid_after": "1"}, "fit: split_by='group' and valid= exclude each other; use one"),
         ({"valid_fraction": 0.5, "test_fraction": 0.5},
          "fit: test=0.5 and valid=0.5 leave no row for training; decrease one"),
+        ({"label": "price", "multi_valued": ["user"]},
+         f"source {path!r}: cannot infer the separator of 'user' for multi_valued=: no usual separator occurs in its "
+         "values: 'u0', 'u1'; name it, as in multi_valued='user=|'"),
     ]  # fmt: skip
     for chosen, message in cases:
         label = {"label": "price", "time": ["hour"]} if "test_after" in chosen else {}

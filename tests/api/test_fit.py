@@ -202,9 +202,27 @@ def test_errors_of_the_command_are_raised(table: pa.Table, tmp_path: Path) -> No
         meseta.fit(table, "label", config={"train": {"early_stopping": {"patience": 2}}}, run_dir=tmp_path / "a")
     with pytest.raises(MesetaError, match="valid=True must be a share"):
         meseta.fit(table, "label", valid=True, run_dir=tmp_path / "b")
+    with pytest.raises(MesetaError, match=r"multi_valued 'a,b=,' has a comma"):
+        meseta.fit(table, "label", multi_valued=["a,b=,"], run_dir=tmp_path / "c")
     with pytest.raises(MesetaError, match=r"dense 'price,age' has a comma"):
         meseta.fit(table, "label", dense=["price,age"], run_dir=tmp_path / "c")
     assert not list(tmp_path.glob(f"*/{SPOOL_FOLDER}"))
+
+
+@pytest.mark.soak
+def test_multi_valued_text_is_that_of_the_command(
+    table: pa.Table, tmp_path: Path, run_command: Callable[..., None]
+) -> None:
+    lists = pa.array([f"{row % 7},{row % 5}" for row in range(table.num_rows)])
+    rows = pa.table({"label": table["label"], "tags": lists, "colors": pa.array(["red|blue", "red"] * 750)})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    run = meseta.fit(rows, "label", multi_valued=["tags=,", "col*"], config=CONFIG, run_dir=tmp_path / "a")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    options = "--data", tmp_path / "rows.parquet", "--multi-valued", "tags=,", "--multi-valued", "colors=|"
+    run_command("train", tmp_path / "config.yaml", f"run_dir={tmp_path / 'b'}", *options)
+    assert final_checksum(run.path) == final_checksum(tmp_path / "b")
+    probabilities = run.predict(rows.drop_columns("label"))
+    assert len(probabilities) == table.num_rows
 
 
 JOB = """

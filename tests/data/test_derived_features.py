@@ -191,10 +191,10 @@ def test_the_schema_that_is_printed_holds_all(tmp_path: Path) -> None:
         ("crosses: {x: [city, town]}", "no column 'town'"),
         ("crosses: {city: [tags, user]}", "column 'city' is used twice"),
         ("multi_valued: {user: '|'}", "key 'multi_valued': column 'user' is not under categorical"),
-        ("multi_valued: {genres: '||'}", "'multi_valued.genres': '||' must be one character"),
+        ("multi_valued: {genres: '||'}", "'multi_valued.genres': '||' must be one ASCII character"),
         (
             "multi_valued: {genres: ':'}\nweights: {genres: ':'}",
-            "must be one character, and not a quote, a line break or the separator",
+            "key 'multi_valued.genres': ':' is the separator of weights too; choose another one",
         ),
         ("delimiter: ';;;;;;;;;'", "key 'delimiter': string should have at most 8 char"),
         ("delimiter: '\"'", "key 'delimiter': '\"' must be 1 to 8 characters without a quote or a line end"),
@@ -226,7 +226,10 @@ def test_bad_values_are_named(tmp_path: Path, place: int, value: str, message: s
 def test_parquet_has_its_own_rules(tmp_path: Path) -> None:
     pq.write_table(pa.table({"click": [0, 1], "age": [1.0, 2.0], "bag": [["a"], ["b"]]}), tmp_path / "log.parquet")
     for text, message in (
-        ("categorical: [bag]\nmulti_valued: {bag: '|'}", "multi_valued applies only to CSV"),
+        (
+            "categorical: [bag]\nmulti_valued: {bag: '|'}",
+            "'bag' must be text with values separated by '|', but is list",
+        ),
         ("categorical: [bag]\ncrosses: {x: [bag, age]}", "'bag' must hold strings or whole numbers to be crossed"),
         ("categorical: [bag]\nbuckets: {age: [1]}\ncrosses: {x: [age, bag]}", "'bag' must hold strings or whole"),
         ("buckets: {bag: [1]}", "column 'bag' must be a number, but is list"),

@@ -12,7 +12,7 @@ from meseta.spec import MesetaError
 ARGUMENTS = {
     **{name: name for name in ("data", "label", "time", "dense", "sparse", "ignore", "schema", "nproc", "best")},
     **{f"{split}-{rule}": split for split in ("valid", "test") for rule in ("fraction", "after", "files")},
-    **{name: name.replace("-", "_") for name in ("split-by", "bad-rows", "allow-unseen")},
+    **{name: name.replace("-", "_") for name in ("multi-valued", "split-by", "bad-rows", "allow-unseen")},
 }
 """Argument of a function by the name of the command-line option."""
 FLAGS = {"best", "allow-unseen"}

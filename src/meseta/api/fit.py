@@ -34,7 +34,7 @@ Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split, see `fit`."""
-COLUMN_OPTIONS = ("label", "time", "dense", "sparse", "ignore")
+COLUMN_OPTIONS = ("label", "time", "dense", "sparse", "multi_valued", "ignore")
 """Arguments of `fit` that name columns."""
 
 
@@ -48,6 +48,7 @@ def fit(
     schema: str | Path | None = None,
     dense: Sequence[str] = (),
     sparse: Sequence[str] = (),
+    multi_valued: Sequence[str] = (),
     ignore: Sequence[str] = (),
     split_by: Literal["time", "group"] | None = None,
     bad_rows: Literal["error", "skip"] = "error",
@@ -76,9 +77,11 @@ def fit(
             rows in memory, in any form of `data`.
             `None` means 0.1.
         test: Test split, in the same forms. By time, it follows the validation split. `None` means 0.1.
-        schema: File that describes the columns, in place of `label`, `time`, `dense`, `sparse` and `ignore`.
+        schema: File that describes the columns, in place of the other arguments that name columns.
         dense: Numeric columns, as names or patterns.
         sparse: Categorical columns, as names or patterns.
+        multi_valued: Categorical columns whose text has several values, as names or patterns. 'NAME=|' names the
+            separator, which is inferred otherwise.
         ignore: Columns that are left out, as names or patterns.
         split_by: Whether shares are the last rows by time, or whole groups. `None` draws rows.
         bad_rows: Whether rows of files that cannot be parsed are an error or skipped.
@@ -90,7 +93,7 @@ def fit(
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    columns = dict(zip(COLUMN_OPTIONS, (label, time, dense, sparse, ignore), strict=True))
+    columns = dict(zip(COLUMN_OPTIONS, (label, time, dense, sparse, multi_valued, ignore), strict=True))
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
         arguments = ["train", str(spool / "config.yaml")]
@@ -173,7 +176,7 @@ def _choose_run_dir(run_dir: str | Path | None, document: Mapping[str, Any], dat
 def _option(name: str, value: Any) -> list[str]:
     """Return the command-line option of an argument, or nothing for its default."""
     values = [value] if isinstance(value, (str, Path, int)) else value or ()
-    if name in COLUMN_OPTIONS and (names := [one for one in values if "," in str(one)]):
+    if name in COLUMN_OPTIONS and (names := [one for one in values if "," in str(one).removesuffix("=,")]):
         raise MesetaError(f"fit: {name} {names[0]!r} has a comma, which separates names; use a schema for such columns")
     return [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
 
@@ -199,7 +202,8 @@ def _split_options(split: str, value: HeldOut, spool: Path) -> list[str]:
 
 def _is_time(text: str) -> bool:
     try:
-        return not np.isnan(parse_times(pa.array([text]))[0])
+        # A text such as 2026/01/31 is a folder here, although raw files may contain it as a date.
+        return "/" not in text and not np.isnan(parse_times(pa.array([text]))[0])
     except pa.ArrowInvalid:
         return False
 

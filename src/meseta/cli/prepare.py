@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,15 @@ SparseOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Sparse (categorical) columns or patterns. A column may be both dense and sparse.",
+        rich_help_panel=_COLUMNS_PANEL,
+    ),
+]
+MultiValuedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN[=CHAR]",
+        help="Sparse columns or patterns whose text has several values, separated by CHAR. Without CHAR, the separator "
+        "is inferred.",
         rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
@@ -200,6 +210,7 @@ def prepare(
     label: LabelOption = None,
     dense: DenseOption = None,
     sparse: SparseOption = None,
+    multi_valued: MultiValuedOption = None,
     ignore: IgnoreOption = None,
     time_column: TimeColumnOption = None,
     schema: SchemaOption = None,
@@ -236,7 +247,9 @@ def prepare(
         hash_rows_by_feature=rows_by_feature,
         vocabulary=vocabulary,
         min_count=min_count,
-        **column_options(label=label, dense=dense, sparse=sparse, ignore=ignore, time=time_column),
+        **column_options(
+            label=label, dense=dense, sparse=sparse, multi_valued=multi_valued, ignore=ignore, time=time_column
+        ),
         schema=schema,
         encoding=encoding,
         recipe_only=recipe_only,
@@ -341,15 +354,28 @@ def comma_list(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+# An entry of --multi-valued. A comma or a space may be the separator that it names.
+_MULTI_VALUED_ENTRY = re.compile(r"[^,]*?=.(?=,|$)|[^,]+")
+
+
 def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
     """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas."""
     names = {
-        option: [name for entry in entries for name in comma_list(entry)]
+        option: [
+            name
+            for entry in entries
+            for name in (_multi_valued_list(entry) if option == "multi_valued" else comma_list(entry))
+        ]
         for option, entries in columns.items()
         if entries
     }
     # A single label is passed as a string.
     return {option: parts[0] if option == "label" and len(parts) == 1 else parts for option, parts in names.items()}
+
+
+def _multi_valued_list(text: str) -> list[str]:
+    entries = [entry.lstrip() for entry in _MULTI_VALUED_ENTRY.findall(text)]
+    return [entry if entry[-2:-1] == "=" else entry.rstrip() for entry in entries if entry]
 
 
 def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
@@ -466,8 +492,9 @@ def print_layout(
     typer.echo("".join(f"  {line}\n" for line in format_schema(layout).splitlines()), nl=False)
     if not has_schema:
         typer.echo(
-            "to change column types, use --label, --dense, --sparse, --ignore or --time with names or patterns, or a "
-            f"schema file: {command} with --print-schema > schema.yaml, edit it, then run with --schema schema.yaml"
+            "to change column types, use --label, --dense, --sparse, --multi-valued, --ignore or --time with names or "
+            f"patterns, or a schema file: {command} with --print-schema > schema.yaml, edit it, then run with --schema "
+            "schema.yaml"
         )
     if is_random_split and (layout.time is not None or layout.other_times):
         option = "" if layout.time is not None else f"--time {layout.other_times[0]} "

@@ -22,6 +22,7 @@ from meseta.cli.prepare import (
     IgnoreOption,
     LabelOption,
     MaxBadRowsOption,
+    MultiValuedOption,
     QuietOption,
     SchemaOption,
     SparseOption,
@@ -118,6 +119,7 @@ def train(
     label: LabelOption = None,
     dense: DenseOption = None,
     sparse: SparseOption = None,
+    multi_valued: MultiValuedOption = None,
     ignore: IgnoreOption = None,
     time_column: TimeColumnOption = None,
     schema: SchemaOption = None,
@@ -152,7 +154,9 @@ def train(
         valid_files=valid_files,
         valid_after=valid_after,
         split_by=split_by,
-        **column_options(label=label, dense=dense, sparse=sparse, ignore=ignore, time=time_column),
+        **column_options(
+            label=label, dense=dense, sparse=sparse, multi_valued=multi_valued, ignore=ignore, time=time_column
+        ),
         schema=schema,
         encoding=encoding,
         **bad_row_options(bad_rows, max_bad_rows),

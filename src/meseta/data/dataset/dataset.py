@@ -75,7 +75,7 @@ class SourceForm(FrozenRecord):
     partition_keys: tuple[ColumnName, ...] = ()
     """Columns from partition folders such as `date=2026-01-31`."""
     separators: dict[str, Sign] = Field(default_factory=dict)
-    """Separator of the values in a CSV field, by multi-valued feature."""
+    """Separator of the values in a text, by multi-valued feature."""
     weights: dict[str, ColumnName] = Field(default_factory=dict)
     """Position of the weights, by weighted feature: the character before each weight in CSV, or the weight column in
     Parquet."""

@@ -36,7 +36,7 @@ from meseta.data.formats.format import (
     wrap_source_errors,
 )
 from meseta.data.formats.partitions import infer_partition_role, sample_partitions
-from meseta.data.formats.table_rows import convert_rows, replace_label_words
+from meseta.data.formats.table_rows import convert_rows, replace_label_words, split_texts
 from meseta.data.formats.text import (
     BLOCK_BYTES,
     CRITEO_FIELD_COUNTS,
@@ -315,12 +315,7 @@ class CsvColumns:
         texts = self.texts(column.raw_column)
         if column.separator is None:
             return RawSparse(texts)
-        lists = pc.split_pattern(texts, column.separator)
-        values = lists.flatten()
-        owner = np.repeat(np.arange(len(texts)), pc.list_value_length(lists).to_numpy())
-        # An empty text between separators, or an empty field, is not a value.
-        present = pc.not_equal(values, pa.scalar(b"", values.type))
-        values, owner = values.filter(present), owner[present.to_numpy(zero_copy_only=False)]
+        values, owner = split_texts(texts, column.separator)
         lengths = np.bincount(owner, minlength=len(texts)).astype(np.int64)
         if column.weight_separator is None:
             return RawSparse(values, lengths)

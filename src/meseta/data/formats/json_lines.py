@@ -317,6 +317,12 @@ class JsonLines(TextFormat):
         else:
             known = {key: infer_partition_role(key, sample.texts[key]) for key in sources[0].partition}
             known |= sample.inferred_roles()
+            for name in asked.named_columns.separators(where, names):
+                if name in sample.lists or name in sample.objects:
+                    raise MesetaError(
+                        f"{where}: column {name!r} for --multi-valued contains lists or objects, which have no "
+                        "separators; leave it out of --multi-valued"
+                    )
             layout = infer_text_layout(where, sample.texts, asked.named_columns, has_names=True, known=known)
             layout = add_list_columns(layout, dict.fromkeys(sample.lists))
             layout = add_whole_numbers(layout, {**sample.texts, **sample.items})

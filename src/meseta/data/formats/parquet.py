@@ -48,7 +48,7 @@ from meseta.data.formats.parquet_files import (
     source_schema,
 )
 from meseta.data.formats.partitions import infer_partition_role
-from meseta.data.formats.table_rows import convert_rows, replace_label_words
+from meseta.data.formats.table_rows import convert_rows, replace_label_words, split_texts
 from meseta.data.schema.infer import (
     MISSING_TEXTS,
     NULL_TEXTS,
@@ -65,6 +65,7 @@ from meseta.data.schema.infer import (
 from meseta.data.schema.layout import RawLayout, RawRows, RawSparse, SparseColumn, find_value_row
 from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
 from meseta.data.schema.schema import Schema, add_signed_labels, check_names, layout_from_schema, raw_label_columns
+from meseta.data.schema.separators import resolve_separators
 from meseta.data.schema.text_syntax import NumberFormat, normalize_numbers_strictly
 from meseta.data.whole_numbers import respell_whole_numbers
 from meseta.errors import error_summary
@@ -153,8 +154,14 @@ def _infer_schema(
     check_names(where, raw_labels, schema.names)
     names = _exclude(schema.names, raw_labels)
     check_names(where, names, schema.names)
-    chosen = named.roles(where, names)
+    chosen, requested = named.roles(where, names), named.separators(where, names)
     kinds = dict(zip(schema.names, schema.types, strict=True))
+    for name in requested:
+        if not (is_text(kinds[name]) or pa.types.is_null(kinds[name])):
+            raise MesetaError(
+                f"{where}: column {name!r} for --multi-valued is {kinds[name]}, but only text has separators; leave it "
+                "out of --multi-valued"
+            )
     weights = {
         weight: name for name in names for weight in [_find_weight(kinds, name)] if weight and weight not in chosen
     }
@@ -184,7 +191,10 @@ def _infer_schema(
         for weight, name in weights.items()
         if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
     }
-    return schema_from_roles(labels, guesses, texts).model_copy(update={"weights": pairs}), guesses, texts
+    separators, reasons = resolve_separators(where, requested, texts)
+    guesses |= {name: guesses[name]._replace(reason=reason) for name, reason in reasons.items()}
+    keys = {"weights": pairs, "multi_valued": separators}
+    return schema_from_roles(labels, guesses, texts).model_copy(update=keys), guesses, texts
 
 
 def _role_from_name(name: str, weighed: str | None) -> ColumnRole | None:
@@ -259,10 +269,13 @@ def _distinct_items(lists: pa.Array) -> pa.Array:
 
 
 def _layout_from_schema(where: str, schema: pa.Schema, requested: Schema) -> RawLayout:
-    if requested.multi_valued:
-        raise MesetaError(f"{where}: multi_valued applies only to CSV; in Parquet, use lists for several values")
     check_names(where, [*requested.weights.values(), *requested.columns], schema.names)
-    sparse = [_sparse_column(where, schema, name, requested.weights.get(name)) for name in requested.categorical]
+    sparse = [
+        _sparse_column(where, schema, name, requested.weights.get(name))
+        if (separator := requested.multi_valued.get(name)) is None or name in requested.weights
+        else _text_column(where, schema.field(name), separator)
+        for name in requested.categorical
+    ]
     layout = layout_from_schema(where, requested, sparse, schema.names)
     check_names(where, layout.columns, schema.names)
     crossed = [name for c in layout.sparse for name in c.cross if layout.get_buckets(name) is None]
@@ -314,6 +327,15 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
         if not (_holds_weights(weight_type) or pa.types.is_null(weight_type)):
             raise MesetaError(f"{where}: column {weight!r} must contain lists of numbers, but is {weight_type}")
     return SparseColumn(name=name, multi_valued=multi_valued, weighted=weight is not None, weight=weight)
+
+
+def _text_column(where: str, field: pa.Field, separator: str) -> SparseColumn:
+    if not (is_text(field.type) or pa.types.is_null(field.type)):
+        raise MesetaError(
+            f"{where}: column {field.name!r} must be text with values separated by {separator!r}, but is {field.type}; "
+            "remove it from multi_valued if this file is right"
+        )
+    return SparseColumn(name=field.name, multi_valued=True, separator=separator)
 
 
 def _find_weight(types: Mapping[str, pa.DataType], name: str) -> str | None:
@@ -373,6 +395,10 @@ class _ParquetColumns:
     def sparse(self, column: SparseColumn) -> RawSparse:
         if not column.multi_valued:
             return RawSparse(self.texts(column.raw_column))
+        if column.separator is not None:
+            texts = self.texts(column.raw_column)
+            values, rows = split_texts(texts, column.separator)
+            return RawSparse(values, np.bincount(rows, minlength=len(texts)).astype(np.int64))
         array = self._lists(column.raw_column)
         lengths = _list_lengths(array)
         values = array.flatten()
@@ -585,6 +611,7 @@ class Parquet(RawFormat):
             signed=list(layout.signed),
             categorical=[column.raw_column for column in plain],
             **({} if layout.number_format is None else asdict(layout.number_format)),
+            multi_valued={column.raw_column: column.separator for column in plain if column.separator is not None},
             weights={column.raw_column: column.weight for column in plain if column.weight is not None},
             buckets={c.buckets.column: list(c.buckets.boundaries) for c in layout.sparse if c.buckets},
             crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},

@@ -358,6 +358,7 @@ def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
     if (
         named.label
         or named.dense
+        or named.multi_valued
         or named.ignore
         or named.time
         or (schema and (schema.label != "label" or schema.model_fields_set - known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -40,6 +41,14 @@ CROSS_SEPARATOR = "\x1f"
 _TIME_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
 _INTEGER_PATTERN = r"^(0|-?[1-9][0-9]{0,17})$"
 _ZONED_PATTERN = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
+# (pattern, replacement) pairs of RE2, in which \10 is group 1 and a zero. They change dates with slashes and parts of
+# one digit to ISO 8601.
+_ISO_REPLACEMENTS = (
+    (r"^(\d{4})/(\d{1,2})/(\d{1,2})($|[ T])", r"\1-\2-\3\4"),
+    (r"^(\d{4})-(\d)-", r"\1-0\2-"),
+    (r"^(\d{4}-\d\d)-(\d)($|[ T])", r"\1-0\2\3"),
+    (r"^(\d{4}-\d\d-\d\d[ T])(\d):", r"\10\2:"),
+)
 
 
 def to_seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -62,15 +71,15 @@ def replace_label_words(texts: pa.Array) -> pa.Array:
 def parse_times(texts: pa.Array) -> NDArray[np.float64]:
     """Return seconds since 1970-01-01 UTC [n] for texts that are all ISO 8601 times or all numbers.
 
-    Times without a zone are in UTC, and missing values become NaN. Raises pyarrow.ArrowInvalid if a text is neither, or
-    if both kinds are mixed.
+    Dates may have slashes, and months, days and hours one digit, as in 2026/1/31 9:30. Times without a zone are in UTC,
+    and missing values become NaN. Raises pyarrow.ArrowInvalid if a text is neither, or if both kinds are mixed.
     """
     texts = texts.cast(pa.string())
     present = pc.if_else(pc.is_in(texts, pa.array(MISSING_TEXTS)), None, texts)
     try:
         numbers = present.cast(pa.float64())
     except pa.ArrowInvalid:
-        return _parse_iso_times(present)
+        return _parse_dates(present)
     values = numbers.to_numpy(zero_copy_only=False)
     if np.isinf(values).any():
         raise pa.ArrowInvalid("a time is infinite")
@@ -114,6 +123,15 @@ def group_keys(texts: pa.Array) -> NDArray[np.int64]:
     return np.where(whole.to_numpy(zero_copy_only=False), numbers, keys)
 
 
+def split_texts(texts: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return (values [nnz], row of each value [nnz]) of texts [n] of several values. Empty values are left out."""
+    lists = pc.split_pattern(texts, separator)
+    values = lists.flatten()
+    rows = np.repeat(np.arange(len(texts)), pc.list_value_length(lists).to_numpy())
+    present = pc.not_equal(values, pa.scalar("", pa.string()).cast(values.type))
+    return values.filter(present), rows[present.to_numpy(zero_copy_only=False)]
+
+
 def bucket_rows(values: NDArray[np.float64], boundaries: Sequence[float]) -> pa.Array:
     """Return int32 rows [n]: 0 for a missing value, otherwise 1 plus the number of boundaries <= value."""
     rows = np.searchsorted(np.array(boundaries, np.float64), values, side="right").astype(np.int32) + 1
@@ -132,6 +150,14 @@ def _is_timestamp_or_date(column: pa.Array) -> bool:
 
 def _nanosecond_type(column: pa.Array) -> pa.DataType:
     return pa.timestamp("ns", getattr(column.type, "tz", None))
+
+
+def _parse_dates(texts: pa.Array) -> NDArray[np.float64]:
+    with contextlib.suppress(pa.ArrowInvalid):
+        return _parse_iso_times(texts)
+    for pattern, replacement in _ISO_REPLACEMENTS:
+        texts = pc.replace_substring_regex(texts, pattern, replacement)
+    return _parse_iso_times(texts)
 
 
 def _parse_iso_times(texts: pa.Array) -> NDArray[np.float64]:

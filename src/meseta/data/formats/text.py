@@ -25,6 +25,7 @@ from meseta.data.schema.infer import ColumnRole, infer_label_from_values, infer_
 from meseta.data.schema.layout import RawLayout, RawRows, SparseColumn
 from meseta.data.schema.roles import NamedColumns, other_times_of, role_reasons, schema_from_roles
 from meseta.data.schema.schema import Schema, check_names, layout_from_schema, raw_label_columns
+from meseta.data.schema.separators import resolve_separators
 from meseta.errors import join_names
 from meseta.spec import MesetaError
 
@@ -73,24 +74,29 @@ def infer_text_layout(
     labels = named.labels(where, names) or _infer_labels(where, columns, has_names=has_names)
     raw_labels = raw_label_columns(where, labels, names)
     check_names(where, raw_labels, names)
-    chosen = named.roles(where, [name for name in names if name not in raw_labels])
+    free = [name for name in names if name not in raw_labels]
+    chosen = named.roles(where, free)
+    separators, list_reasons = resolve_separators(where, named.separators(where, free), columns)
     guesses = {
         name: chosen.get(name) or (known or {}).get(name) or infer_role(name, values)
         for name, values in columns.items()
-        if name not in raw_labels
+        if name in free
     }
-    schema = schema_from_roles(labels, guesses, columns)
-    reasons = role_reasons(guesses)
+    schema = schema_from_roles(labels, guesses, columns).model_copy(update={"multi_valued": separators})
+    reasons = {**role_reasons(guesses), **list_reasons}
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
     return replace(text_layout_from_schema(where, schema, names), reasons=reasons, other_times=other_times_of(guesses))
 
 
 def add_list_columns(layout: RawLayout, separators: Mapping[str, str | None]) -> RawLayout:
-    """Return `layout` with the columns in `separators` multi-valued. A separator of `None` means lists of values."""
+    """Return `layout` with the columns in `separators` multi-valued, unless they are already.
+
+    A separator of `None` means lists of values.
+    """
     sparse = tuple(
         replace(column, multi_valued=True, separator=separators[column.raw_column])
-        if column.raw_column in separators and not column.has_row_ids and not column.cross
+        if column.raw_column in separators and not column.has_row_ids and not column.cross and not column.multi_valued
         else column
         for column in layout.sparse
     )

@@ -62,9 +62,9 @@ class CriteoTsv(TextFormat):
             _check_first_line(source)
         if asked.named_columns or asked.schema:
             raise MesetaError(
-                "prepare: --label, --dense, --sparse, --ignore and --time do not apply to Criteo logs, whose columns "
-                "are fixed; to change their roles, use a --schema file that lists all names under header, as "
-                "--print-schema prints it; for other TSV with a header, use a --schema file with a delimiter"
+                "prepare: --label, --dense, --sparse, --multi-valued, --ignore and --time do not apply to Criteo logs, "
+                "whose columns are fixed; to change their roles, use a --schema file that lists all names under "
+                "header, as --print-schema prints it; for other TSV with a header, use a --schema file with a delimiter"
             )
         return replace(CRITEO_LAYOUT, encoding=sources[0].encoding)
 

@@ -60,6 +60,9 @@ class PrepareOptions:
     sparse: Sequence[str] = ()
     """Categorical columns, as names or patterns. A column may be dense and sparse. For libffm and libsvm, only these
     fields are used."""
+    multi_valued: Sequence[str] = ()
+    """Text columns of several categories per row, as names or patterns. `NAME=CHAR` names their separator, which is
+    inferred otherwise."""
     ignore: Sequence[str] = ()
     """Columns of CSV and Parquet that are left out. Names take precedence over patterns, and patterns of features over
     these patterns."""
@@ -67,7 +70,7 @@ class PrepareOptions:
     """Column of CSV and Parquet with the times by which `test_after` and `valid_after` split. Empty finds it by its
     name."""
     schema: Path | None = None
-    """File that describes the columns, in place of the five options above. It cannot be used with TSV."""
+    """File that describes the columns, in place of the six options above. It cannot be used with TSV."""
     encoding: str | None = None
     """Encoding of the text, as a Python codec name. `None` means that of the schema, of a byte order mark, or UTF-8."""
     bad_rows: str = "error"
@@ -87,8 +90,8 @@ class PrepareOptions:
         self._check_split_by()
         if self.schema is not None and self.named_columns:
             raise MesetaError(
-                "prepare: --schema cannot be used with --label, --dense, --sparse, --ignore or --time; use either the "
-                "schema or these options"
+                "prepare: --schema cannot be used with --label, --dense, --sparse, --multi-valued, --ignore or --time; "
+                "use either the schema or these options"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -109,7 +112,14 @@ class PrepareOptions:
     def named_columns(self) -> NamedColumns:
         """Columns that options name, by role."""
         label = [self.label] if isinstance(self.label, str) else self.label or ()
-        return NamedColumns(label=label, dense=self.dense, sparse=self.sparse, ignore=self.ignore, time=self.time)
+        return NamedColumns(
+            label=label,
+            dense=self.dense,
+            sparse=self.sparse,
+            multi_valued=self.multi_valued,
+            ignore=self.ignore,
+            time=self.time,
+        )
 
     def _check_shares(self) -> None:
         for split in HELD_OUT_SPLITS:

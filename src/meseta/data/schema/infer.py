@@ -68,14 +68,22 @@ _MAX_IQR_RATIO = 0.25
 
 _ROW_NUMBER_NAME = re.compile(r"(row_?)?(id|index|number|no)|unnamed: 0|row", re.IGNORECASE)
 _TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:?\d\d)?")
+# Dates with slashes, and months, days and hours of one digit. Ranges are checked, because codes such as CAS numbers
+# have this form too. A year at the end would leave the order of day and month open.
+_MONTH, _DAY = r"(0?[1-9]|1[0-2])", r"(0?[1-9]|[12]\d|3[01])"
+_LENIENT_TIME_PATTERN = re.compile(
+    rf"(1[7-9]|2[01])\d\d(-{_MONTH}-{_DAY}|/{_MONTH}/{_DAY})"
+    r"([ T]([01]?\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d)?)?",
+    re.ASCII,
+)
 _ZERO_PADDED = re.compile(r"-?0\d+")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+")
 # Last words of the names of categories.
 _CATEGORY_WORDS = re.compile(
-    r"ad|advertiser|airport|app|artist|author|banner|brand|browser|campaign|carrier|cat|category|"
+    r"ad|addr|address|advertiser|airport|app|artist|asn|author|banner|brand|browser|campaign|carrier|cat|category|"
     r"channel|city|class|cluster|code|codes|country|creative|currency|customer|device|domain|dow|"
-    r"gender|genre|group|hash|hour|id|ids|item|job|key|kind|lang|language|locale|make|manufacturer|"
+    r"gender|genre|group|hash|hour|id|ids|ip|ipv|isp|item|job|key|kind|lang|language|locale|make|manufacturer|"
     r"member|merchant|month|movie|network|occupation|operator|os|page|platform|postcode|product|"
     r"publisher|region|segment|seller|sex|shop|site|sku|slot|song|state|station|status|store|team|"
     r"track|type|types|user|video|visitor|weekday|zip"
@@ -193,7 +201,7 @@ def keep_one_per_role(guesses: Mapping[str, ColumnRole]) -> dict[str, ColumnRole
 
 def infer_numeric_role(name: str, values: Sequence[float]) -> ColumnRole | None:
     """Return the role of numbers whose name and size mark them as a sample weight, time or group, or else `None`."""
-    shown = _format_examples([f"{value:.15g}" for value in values])
+    shown = format_examples([f"{value:.15g}" for value in values])
     known = name.lower()
     if known in WEIGHT_NAMES and values and all(v == 0 or MIN_WEIGHT <= v <= MAX_WEIGHT for v in values):
         return ColumnRole("weight", f"the name of a weight of samples: {shown}; if it is a feature, put it under dense")
@@ -211,6 +219,11 @@ def infer_time_role(name: str, shown: str) -> ColumnRole:
     return ColumnRole("ignore", f"a time{shown}; --time {name} makes it the one that splits go by", is_time=True)
 
 
+def are_times(texts: Iterable[str]) -> bool:
+    """Whether all texts have the form of a date or time whose year comes first."""
+    return all(_TIME_PATTERN.fullmatch(text) or _LENIENT_TIME_PATTERN.fullmatch(text) for text in texts)
+
+
 def infer_role(name: str, values: Sequence[str]) -> ColumnRole:
     """Infer the role of a column from its name and sampled values [n], which are texts in row order."""
     present = [value for value in values if value not in MISSING_TEXTS]
@@ -222,15 +235,15 @@ def infer_role(name: str, values: Sequence[str]) -> ColumnRole:
     if outcome is not None:
         return outcome
     distinct = dict.fromkeys(present)
-    if all(map(_TIME_PATTERN.fullmatch, distinct)):
+    if are_times(distinct):
         return infer_time_role(name, f", as {present[0]!r}")
     if name.lower() in GROUP_NAMES:
-        return ColumnRole("group", f"the name of a group: {_format_examples(present)}")
+        return ColumnRole("group", f"the name of a group: {format_examples(present)}")
     numbers = {text: number for text in distinct if (number := parse_number(text)) is not None}
     column = _ColumnSample(name, values, present, {text: n for text, n in numbers.items() if math.isfinite(n)})
     if len(numbers) == len(distinct):
         return _infer_role_of_numbers(column)
-    guess = column.uninformative_role or ColumnRole("categorical", f"text: {_format_examples(present)}")
+    guess = column.uninformative_role or ColumnRole("categorical", f"text: {format_examples(present)}")
     hint = format_hint(present)
     return guess if hint is None else guess._replace(reason=f"{guess.reason}; numbers if a --schema file says {hint}")
 
@@ -255,7 +268,7 @@ class _ColumnSample:
             return None
         # Missing values among equal ones carry information.
         if self.num_distinct == 1 and num_present == num_rows:
-            return ColumnRole("ignore", f"the same in {num_rows:,} rows: {_format_examples(self.present)}")
+            return ColumnRole("ignore", f"the same in {num_rows:,} rows: {format_examples(self.present)}")
         has_name = role_from_name(self.name) is not None and not _ROW_NUMBER_NAME.fullmatch(self.name)
         if num_present < MIN_EVIDENCE_ROWS or self.num_distinct <= _MIN_KEY_SHARE * num_present:
             return None
@@ -270,7 +283,7 @@ class _ColumnSample:
 
 def _infer_role_of_numbers(column: _ColumnSample) -> ColumnRole:
     numbers = column.numbers
-    shown = _format_examples([text for text in column.present if text in column.finite_numbers])
+    shown = format_examples([text for text in column.present if text in column.finite_numbers])
     if not numbers:
         return ColumnRole("ignore", f"no finite value in {len(column.values):,} rows")
     special = infer_numeric_role(column.name, numbers)
@@ -320,7 +333,8 @@ def _time_unit(number: float) -> str:
     return next((name for least, name in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")) if number >= least), "seconds")
 
 
-def _format_examples(values: Sequence[str]) -> str:
+def format_examples(values: Iterable[str]) -> str:
+    """Return the first two distinct values for messages, quoted and truncated."""
     first = list(dict.fromkeys(values))[:2]
     return ", ".join(repr(value if len(value) <= 20 else value[:17] + "...") for value in first)
 

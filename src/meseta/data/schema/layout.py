@@ -130,7 +130,7 @@ class SparseColumn:
     weight: str | None = None
     """Raw column with the weights. `None` without weights, or if weights are written next to the values."""
     separator: str | None = None
-    """Separator of the values in a CSV field. `None` if each field has one value."""
+    """Separator of the values in a text. `None` if each text has one value, or the column has lists."""
     weight_separator: str | None = None
     """Separator of a value and its weight in CSV. `None` without weights."""
     buckets: BucketRule | None = None

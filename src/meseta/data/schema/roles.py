@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from meseta.data.schema.infer import ColumnRole, Role, has_negative, keep_one_per_role
 from meseta.data.schema.schema import Schema, is_condition
+from meseta.data.schema.separators import invalid_separator_reason
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
 
@@ -20,11 +21,13 @@ class NamedColumns:
     dense: Sequence[str] = ()
     sparse: Sequence[str] = ()
     """Categorical columns. A column that is in `dense` as well becomes two features."""
+    multi_valued: Sequence[str] = ()
+    """Categorical columns of text with several values, as NAME or NAME=SEPARATOR."""
     ignore: Sequence[str] = ()
     time: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.label or self.dense or self.sparse or self.ignore or self.time)
+        return any(getattr(self, field.name) for field in fields(self))
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
         """Return the labels: columns in `names`, or conditions for `resolve_labels`. Raises MesetaError with the prefix
@@ -48,10 +51,11 @@ class NamedColumns:
         known = {*names}
         by_name: dict[str, set[str]] = {}
         by_pattern: dict[str, set[str]] = {}
-        for role in ("dense", "sparse", "ignore", "time"):
+        for role in ("dense", "sparse", "multi_valued", "ignore", "time"):
             for entry in getattr(self, role):
-                table = by_name if entry in known else by_pattern
-                for name in _matches(where, entry, names, known, role):
+                column = _split_separator(where, entry, known)[0] if role == "multi_valued" else entry
+                table = by_name if column in known else by_pattern
+                for name in _matches(where, column, names, known, role):
                     table.setdefault(name, set()).add(role)
         for name, roles in by_name.items():
             for alone in ("ignore", "time"):
@@ -63,18 +67,64 @@ class NamedColumns:
         chosen = {
             name: by_name.get(name) or by_pattern[name] for name in names if name in by_name or name in by_pattern
         }
+        for name, roles in chosen.items():
+            if {"dense", "multi_valued"} <= roles:
+                raise MesetaError(
+                    f"{where}: column {name!r} is selected by --dense and --multi-valued, but a dense column has one "
+                    "number per row; name it once"
+                )
         return {name: _merge_roles(roles) for name, roles in chosen.items()}
+
+    def separators(self, where: str, names: Sequence[str]) -> dict[str, str | None]:
+        """Return the separator of each column in `names` that is multi-valued. `None` means to infer it.
+
+        Columns to which another option gives a role that is not categorical are left out. Raises MesetaError as `roles`
+        does, and if a separator is invalid or a column has two.
+        """
+        known = {*names}
+        by_name: dict[str, str | None] = {}
+        by_pattern: dict[str, str | None] = {}
+        for entry in self.multi_valued:
+            column, separator = _split_separator(where, entry, known)
+            table = by_name if column in known else by_pattern
+            for name in _matches(where, column, names, known, "multi_valued"):
+                if table.setdefault(name, separator) != separator:
+                    raise MesetaError(
+                        f"{where}: --multi-valued selects column {name!r} twice, with different separators; name it "
+                        "once"
+                    )
+        chosen = self.roles(where, names)
+        return {name: sign for name, sign in (by_pattern | by_name).items() if chosen[name].role == "categorical"}
+
+
+def _split_separator(where: str, entry: str, known: Collection[str]) -> tuple[str, str | None]:
+    """Return (name or pattern, separator) of an entry of `multi_valued`. The separator may be `=`."""
+    if entry in known or "=" not in entry:
+        return entry, None
+    column, _, separator = (entry[:-2], "=", entry[-1]) if entry[-2:-1] == "=" else entry.rpartition("=")
+    if problem := invalid_separator_reason(separator):
+        raise MesetaError(
+            f"{where}: --multi-valued {entry!r}: the separator {separator!r} {problem}; write "
+            f"--multi-valued '{column}=|'"
+        )
+    return column, separator
 
 
 def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str], option: str) -> list[str]:
     matching = [entry] if entry in known else fnmatch.filter(names, entry)
     if not matching:
-        raise UnknownColumnError(where, entry, names, option=f"--{option}")
+        raise UnknownColumnError(where, entry, names, option=f"--{option.replace('_', '-')}")
     return matching
 
 
 # Role for each option. If several options select a column, the first one in this order wins.
-_ROLES: dict[str, Role] = {"dense": "dense", "sparse": "categorical", "time": "time", "ignore": "ignore"}
+_ROLES: dict[str, Role] = {
+    "dense": "dense",
+    "sparse": "categorical",
+    "multi_valued": "categorical",
+    "time": "time",
+    "ignore": "ignore",
+}
 
 
 def _merge_roles(roles: set[str]) -> ColumnRole:

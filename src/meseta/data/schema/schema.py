@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meseta.data.dataset.records import LabelRule
 from meseta.data.schema.infer import MISSING_TEXTS, parse_number
 from meseta.data.schema.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.schema.separators import invalid_separator_reason
 from meseta.data.schema.text_syntax import MAX_DELIMITER_LENGTH, NumberFormat, invalid_delimiter_reason
 from meseta.errors import UnknownColumnError, duplicates
 from meseta.spec import MesetaError, suggest
@@ -140,7 +141,7 @@ class Schema(BaseModel):
     strip: str | None = None
     """Characters to remove around numbers in text, such as "€%"."""
     multi_valued: dict[str, str] = {}
-    """Separator of the values in a field, for each multi-valued column of CSV, such as {genres: "|"}."""
+    """Separator of the values in a text, for each multi-valued column that has no lists, such as {genres: "|"}."""
     weights: dict[str, str] = {}
     """Weights of categorical columns. In Parquet and JSON, the column of lists with the weights. In CSV, the separator
     between a value and its weight."""
@@ -237,11 +238,11 @@ def _invalid_schema_reason(schema: Schema) -> str | None:
                 return f"key '{key}': column {name!r} is not under categorical"
     for name, separator in schema.multi_valued.items():
         weight = schema.weights.get(name)
-        if len(separator) != 1 or separator in '"\r\n' or weight == separator:
-            return (
-                f"key 'multi_valued.{name}': {separator!r} must be one character, and not a quote, a line break or the "
-                "separator of weights"
-            )
+        problem = invalid_separator_reason(separator)
+        if weight == separator:
+            problem = "is the separator of weights too; choose another one"
+        if problem:
+            return f"key 'multi_valued.{name}': {separator!r} {problem}"
     if schema.delimiter is not None and (problem := invalid_delimiter_reason(schema.delimiter)):
         return f"key 'delimiter': {schema.delimiter!r} {problem}"
     try:
