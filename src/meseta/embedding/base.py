@@ -321,8 +321,8 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         gradients: Sequence[Tensor],
         replicated: Sequence[Tensor] = (),
     ) -> tuple[dict[int, RowGradient], float]:
-        """Return (clipped gradients of the shards that `places` name by index, factor). `replicated` are the gradients
-        of replicated rows, which the caller must scale by the factor."""
+        """Return (clipped gradients by shard index, factor). The caller must scale `replicated`, those of replicated
+        rows."""
         assert flight.lease is not None
         assert flight.clip is not None
         trained = [place for place in places if self.shards[place.table].spec.optimizer.name != "frozen"]
@@ -341,7 +341,6 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         gather_stats: GatherStats = list,
         num_exchanges: int = 0,
     ) -> None:
-        """Update shards from their gradients, by index. The other parameters are those of `update_rows`."""
         assert flight.lease is not None
         used, rows = [self.shards[i] for i in sums], [flight.lease.rows[i] for i in sums]
         hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]

@@ -127,8 +127,8 @@ BatchStage = Literal["started", "exchanged", "looked up", "finished", "used", "d
 StageTimer = Callable[[StageName], AbstractContextManager[None]]
 """Function that returns a context manager, which is entered during the named stage of a step."""
 Clip = Callable[[Sequence[Tensor], Sequence[Tensor]], float]
-"""Function that returns the factor of all row gradients of a step, given the gradients [U, D] of each shard of this
-rank, and those of each replicated table. Collective."""
+"""Function that returns the factor of the row gradients of a step, given the gradients [U, D] of each shard and of each
+replicated table. Collective."""
 NEXT_STAGE_HINTS: dict[BatchStage, str] = {
     "started": "call input_dist next",
     "exchanged": "call lookup, then output_dist",
@@ -228,9 +228,8 @@ class BatchContext(Generic[GroupStateT]):
     """Function that is called on several ranks between the arrival of all gradients and the update. If it raises an
     error, no row is updated."""
     clip: Clip | None = None
-    """Clipping of the row gradients, which requires a call of `finish_update`. `None` means no clipping."""
+    """Gradient clipping, which requires a call of `finish_update`. `None` means no clipping."""
     deferred_update: Callable[[], object] = no_op
-    """Update of the rows that `finish_update` runs."""
     defers_id_check: bool = False
     """Whether the caller raises errors for rejected ids later, by `rejected_ids`, and counts out-of-range ids then.
     Only a collection in one process defers errors. A rejected id reads row 0."""
@@ -299,7 +298,7 @@ class BatchContext(Generic[GroupStateT]):
             raise
 
     def finish_update(self) -> None:
-        """Update the rows after the backward pass if there is a `clip`, which needs all dense gradients. Collective."""
+        """Update the rows after the backward pass if there is a `clip`. Collective."""
         update, self.deferred_update = self.deferred_update, no_op
         update()
 

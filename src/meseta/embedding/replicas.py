@@ -146,7 +146,7 @@ class ReplicatedRows:
         sums.buffer[-num_ranks:] = received[-num_ranks:]
 
     def finish_sum(self, pending: PendingCollective) -> list[Tensor]:
-        """Wait for the sums over all ranks, and return the gradients [rows, D] of each table. `update` uses them."""
+        """Wait for the sums over all ranks, and return the gradients [rows, D] of each table."""
         self._unpad(pending.wait(), self._gradients)
         return self._gradients.gradients
 

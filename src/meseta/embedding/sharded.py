@@ -408,6 +408,5 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         self._exchange_and_update(flight, sum_gradients(self.shards, flight.lease.rows, places, owned, gradients))
 
     def _exchange_and_update(self, flight: BatchContext[GroupState], sums: Mapping[int, RowGradient]) -> None:
-        """Update column shards with the row statistics of all of their columns. Collective."""
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, [self.shards[i] for i in sums])
         self._update_rows(flight, sums, gather, self.num_stat_exchanges)

@@ -24,10 +24,8 @@ NORM_EPSILON = 1e-6
 """Added to a norm before division, as in torch.nn.utils.clip_grad_norm_."""
 CHUNK_ELEMENTS = 4096
 """Number of elements per norm. Torch computes such a norm in one thread."""
-MAX_SQUARE = 2.0**1000
-"""Limit of finite squared norms, far enough from overflow that their sums are finite."""
-LEADING_BITS = -(1 << 27)
-"""Mask for sign, exponent and the leading half of the mantissa of a float64."""
+MAX_SQUARE = 2.0**1000  # Sums of smaller numbers do not overflow.
+UPPER_BITS = -(1 << 27)  # sign, exponent and upper half of the mantissa of a float64
 
 
 SumOverRanks = Callable[[float], float]
@@ -66,14 +64,14 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _column_blocks(rows: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the blocks of columns of gradients [U, D]. Column shards have the same blocks as whole rows."""
+    # Column shards have the blocks of whole rows.
     for gradient in rows:
         missing = -gradient.shape[1] % COLUMN_BLOCK
         yield (pad(gradient, (0, missing)) if missing else gradient).reshape(-1, COLUMN_BLOCK)
 
 
 def _square_terms(matrices: Iterable[Tensor]) -> list[float]:
-    """Return numbers whose exact sum is that of the squared norms of all rows, or NaN if an element is not finite."""
+    """Return numbers with the exact sum of the squared norms of all rows, or NaN if an element is not finite."""
     norms = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in matrices]
     squares = torch.cat([norm.cpu() for norm in norms]).square() if norms else torch.empty(0, dtype=torch.float64)
     if squares.numel() == 0:
@@ -83,20 +81,18 @@ def _square_terms(matrices: Iterable[Tensor]) -> list[float]:
     # Halves of mantissas with one exponent have exact sums in float64, in any order, for up to 2^26 squares.
     exponents = squares.frexp().exponent
     exponents -= exponents.min()
-    upper = (squares.view(torch.int64) & LEADING_BITS).view(torch.float64)
+    upper = (squares.view(torch.int64) & UPPER_BITS).view(torch.float64)
     return [*exponents.bincount(upper).tolist(), *exponents.bincount(squares - upper).tolist()]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NormExchange:
-    """Exchange of squared norms for one norm over the gradients of all ranks."""
+    """Exchange of squared norms between ranks."""
 
-    gather: Callable[[list[float]], list[float]]
-    """Function that returns the numbers of all ranks. Each rank must pass equally many."""
-    counts_replicated: bool
-    """Whether this rank counts gradients that all ranks have."""
+    start_gather: Callable[[list[float]], Callable[[], list[float]]]
+    """Function that starts to gather numbers, and returns a function that waits for those of all ranks."""
     counts_sharded: bool
-    """Whether this rank counts its shards of dense parameters, of which each host has all."""
+    """Whether this rank counts its shards of dense parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,18 +149,15 @@ class GradientClipper:
     def _norm_with_rows(
         self, gradients: Sequence[Tensor], rows: Sequence[Tensor], replicated_rows: Sequence[Tensor]
     ) -> float:
-        exchange, counted = self.exchange, [*_column_blocks(rows)]
-        if exchange is None or exchange.counts_replicated:
-            counted += _column_blocks(replicated_rows)
-            counted += _chunks(gradient for gradient in gradients if not hasattr(gradient, "to_local"))
-        if exchange is None or exchange.counts_sharded:
-            counted += _chunks(to_local(gradient) for gradient in gradients if hasattr(gradient, "to_local"))
-        terms = _square_terms(counted)
-        if exchange is not None:
-            # The sum with its rounding error, so that the norm does not depend on the ranks of the rows.
-            square = math.fsum(terms)
-            terms = exchange.gather([square, math.fsum([*terms, -square])])
-        return math.sqrt(math.fsum(terms))
+        sharded = [to_local(gradient) for gradient in gradients if hasattr(gradient, "to_local")]
+        is_counted = self.exchange is None or self.exchange.counts_sharded
+        terms = _square_terms([*_column_blocks(rows), *(_chunks(sharded) if is_counted else ())])
+        # A sum is sent with its rounding error, so that the norm does not depend on the ranks of the rows.
+        square = math.fsum(terms)
+        wait = None if self.exchange is None else self.exchange.start_gather([square, math.fsum([*terms, -square])])
+        replicated = _chunks(gradient for gradient in gradients if not hasattr(gradient, "to_local"))
+        common = _square_terms([*_column_blocks(replicated_rows), *replicated])
+        return math.sqrt(math.fsum([*common, *(terms if wait is None else wait())]))
 
 
 class Lamb(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,12 +17,14 @@ def clip_over_ranks(clip: GradientClipper, world: World) -> GradientClipper:
     if not clip.includes_rows or world.size == 1:
         return clip
 
-    def gather(numbers: list[float]) -> list[float]:
+    def start_gather(numbers: list[float]) -> Callable[[], list[float]]:
         local = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-        gathered: list[float] = world.all_gather(local, GRADIENT_NORM).flatten().tolist()
-        return gathered
+        pending = world.start_all_gather(local, GRADIENT_NORM)
 
-    exchange = NormExchange(
-        gather=gather, counts_replicated=world.rank == 0, counts_sharded=world.rank < world.ranks_per_host
-    )
-    return replace(clip, exchange=exchange)
+        def wait() -> list[float]:
+            gathered: list[float] = pending.wait().flatten().tolist()
+            return gathered
+
+        return wait
+
+    return replace(clip, exchange=NormExchange(start_gather, counts_sharded=world.rank < world.ranks_per_host))

@@ -57,8 +57,7 @@ COUNT_BYTES = 8
 NUM_AGREED_VALUES = 1
 """Number of values that ranks agree on in each step: the sum of losses. The flags of a run are not included."""
 NUM_NORM_TERMS = 2
-"""Number of float64 values per rank for one norm over layers and rows: its squared norm, and the rounding error of
-that."""
+"""Number of float64 values of a rank in `GRADIENT_NORM`: a sum of squares, and its rounding error."""
 NUM_MOMENTS = 2
 """Number of float64 sums per column that batch norm exchanges in the forward pass, and again in the backward pass."""
 MAX_INT32 = 2**31 - 1
@@ -242,7 +241,7 @@ TABLE_TRANSFERS = ("counts", "ids", "weights", *FORWARDED_TRANSFERS, "embeddings
                    "gradients inter-host", "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of embedding tables."""
 GRADIENT_NORM = "gradient norm"
-"""Name of the exchange of squared norms for one norm over layers and rows."""
+"""Transfer of squared norms."""
 STEP_TRANSFERS = frozenset((*TABLE_TRANSFERS, "label weights", "batch norm", "gradients of batch norm", "logits",
                             "agree", "dense", "norms", GRADIENT_NORM, "parameters", "gradients of parameters",
                             "gradients of hosts"))  # fmt: skip

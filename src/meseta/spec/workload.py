@@ -104,7 +104,7 @@ class DenseExchange:
     num_gradient_norms: int = 0
     """Number of gradient norms of sharded parameters that are computed per step."""
     clips_rows: bool = False
-    """Whether gradients are clipped by one norm over layers and rows, which is summed over all ranks."""
+    """Whether one norm over layers and rows clips gradients."""
     num_flags: int = 0
     """Number of values that ranks agree on per step, in addition to the loss."""
     logit_bytes: int = 0
