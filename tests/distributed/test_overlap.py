@@ -16,6 +16,7 @@ from meseta.comm import World, dense
 from meseta.data.read.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.models import DLRM, MLPOptions
+from meseta.optim.dense import GradientClipper
 from meseta.pipeline import Pipeline
 from meseta.pipeline.overlap import choose_overlap
 from meseta.sparse import KeyedJaggedTensor
@@ -86,9 +87,15 @@ def checksum(model: Any) -> int:
     return zlib.crc32(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
 
 
-def make_pipeline(model: Any, world: World, overlap: tuple[Overlap, ...], accumulate_steps: int = 1) -> Pipeline:
+def make_pipeline(
+    model: Any,
+    world: World,
+    overlap: tuple[Overlap, ...],
+    accumulate_steps: int = 1,
+    clip: GradientClipper | None = None,
+) -> Pipeline:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    return Pipeline(model, optimizer, world, accumulate_steps=accumulate_steps, overlap=overlap)
+    return Pipeline(model, optimizer, world, clip=clip, accumulate_steps=accumulate_steps, overlap=overlap)
 
 
 def train(

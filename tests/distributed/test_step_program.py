@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from meseta.models import MLPOptions
+from meseta.optim.dense import GradientClipper
 from meseta.planner.cost.schedule import step_program
 from meseta.spec import Communication
 from meseta.spec.stages import OVERLAPS, Overlap
-from meseta.spec.transfer import INTRA_HOST_SUFFIX, STEP_TRANSFERS
+from meseta.spec.transfer import GRADIENT_NORM, INTRA_HOST_SUFFIX, STEP_TRANSFERS
 from sampling import product, sample
 
 from .pool import RankPool
@@ -28,13 +29,20 @@ CASES = product(
     exchange=["flat", "hierarchical"],
     overlap=[*((name,) for name in OVERLAPS), ("ids", "gradients"), ("embeddings", "dense", "agree"), OVERLAPS],
     accumulate_steps=[1, 3],
+    norm=[None, 0.5],
 )
 
 
-def orders(exchange: Any, accumulate_steps: int, overlap: tuple[Overlap, ...]) -> tuple[list[str], list[str]]:
-    """Return the names of the transfers started in one step, and of those waited for in it. Runs on every rank."""
+def orders(
+    exchange: Any, accumulate_steps: int, overlap: tuple[Overlap, ...], norm: float | None
+) -> tuple[list[str], list[str]]:
+    """Return the names of the transfers started in one step, and of those waited for in it. Runs on every rank.
+
+    `norm` is the limit of one norm over layers and rows.
+    """
     model, world = make_model(exchange, Communication(), MLPOptions(dropout=0.3, seed=5))
-    pipeline, marks = make_pipeline(model, world, overlap, accumulate_steps), []
+    clip = None if norm is None else GradientClipper(norm=norm, includes_rows=True)
+    pipeline, marks = make_pipeline(model, world, overlap, accumulate_steps, clip), []
     times = pipeline.world.transfers
     times.recent_spans.clear()
     for _ in pipeline.steps(slices(pipeline.world, SIZES)):
@@ -57,7 +65,9 @@ def test_a_step_follows_its_program(ranks: Callable[[int], RankPool], case: dict
     names = TWO_LEVEL if case["exchange"] == "hierarchical" else FLAT
     if num_parts > 1 and "ids" in overlap:  # ids of later micro-batches are exchanged together
         names = tuple(name for name in names if not name.startswith(("counts", "ids")))
+    if case["norm"] is not None:
+        names = (*names, GRADIENT_NORM)
     program = step_program(overlap, num_parts, names)
     begun, waited = (once([action.name for action in program if action.kind == kind]) for kind in ("begin", "wait"))
-    for orders_of_rank in ranks(4).run(orders, case["exchange"], num_parts, overlap):
+    for orders_of_rank in ranks(4).run(orders, case["exchange"], num_parts, overlap, case["norm"]):
         assert [once([name for name in one if name in names]) for one in orders_of_rank] == [begun, waited]

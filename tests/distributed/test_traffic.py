@@ -279,18 +279,21 @@ DENSE = {
     "micro-batches": {"train__accumulate_steps": 3},
     "terms of the loss": {"model": {"name": "own_models:TwoBlocks", "embedding_dim": 4}},
     "loss of the global batch": {"model": {"name": "own_models:GlobalLoss", "embedding_dim": 4}},
+    "one norm": {"train__clip_norm": 1.0, "embedding__optimizer__name": "rowwise_adagrad"},
+    "one norm, fsdp": {"dense__sharding": "fsdp", "train__clip_norm": 1.0, "train__accumulate_steps": 2},
     "fsdp": {"dense__sharding": "fsdp", "dense__clip_norm": 1.0},
     "fsdp, lamb": {"dense__sharding": "fsdp", "dense__optimizer": {"name": "lamb"}, "train__accumulate_steps": 2},
 }
 
 
-# Each kind is on two ranks or on four in `make test`.
+FEW_RANKS = {"fsdp": 4, "terms of the loss": 4, "one norm, fsdp": None}
+"""Number of ranks in `make test`, if it is not 2. `None` runs in `make soak` only."""
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(
-            name, size, marks=[] if size == (4 if name in ("fsdp", "terms of the loss") else 2) else pytest.mark.soak
-        )
+        pytest.param(name, size, marks=[] if size == FEW_RANKS.get(name, 2) else pytest.mark.soak)
         for name in DENSE
         for size in (2, 4)
     ],

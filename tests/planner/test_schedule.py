@@ -46,6 +46,8 @@ def step_s(hidden: Sequence[Overlap], seconds: dict[str, float], num_parts: int 
         (["dense"], {"dense": 3.0}, 1.0),  # rows have moved: the next lookup alone
         (["gradients", "dense"], {"dense": 7.0}, 1.0),  # update and the next lookup
         (["ids", "embeddings"], {"embeddings": 3.0, "ids": 14.0}, 1.0),  # ids begin when answers are there: 13
+        ([], {"gradients": 7.0, "gradient norm": 1.0}, 2.0),  # rows move at the end of the whole backward pass
+        (["dense"], {"dense": 3.0, "gradient norm": 1.0}, 4.0),  # the norm needs all gradients
         (["ids", "gradients"], {"ids": 8.0, "gradients": 5.0}, 1.0),  # on one link, gradients follow ids: 13 of 12
     ],
 )

@@ -167,7 +167,7 @@ def _explain(error: Mapping[str, Any], form: type[BaseModel], document: Any) -> 
 
 
 CLIPPING_HINT = (
-    "set train.clip_norm (one norm of layers and tables, in one process); or embedding.optimizer.clip_norm (of a row) "
+    "set train.clip_norm (one norm of layers and tables); or embedding.optimizer.clip_norm (of a row) "
     "or clip_value (of an element), and dense.clip_norm or dense.clip_value for all that is not a table"
 )
 

@@ -204,8 +204,8 @@ class TrainConfig(Section):
     """Samples of a global batch, over all ranks."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Maximum norm of the gradients of layers and tables together, as in torch's clip_grad_norm_; None: no limit. The
-    gradient of a row is its sum over the batch. Requires a single process, and cannot be combined with dense.clip_norm.
-    Limits of row optimizers apply afterwards."""
+    gradient of a row is its sum over the batch. Cannot be combined with dense.clip_norm. Limits of row optimizers apply
+    afterwards."""
     accumulate_steps: MicroBatchCount = 1
     """Number of micro-batches into which each rank divides its slice of a global batch. Optimizers step once, after the
     last one, with the result of the whole batch. Activations need the memory of one micro-batch."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, Generic
@@ -24,12 +25,21 @@ from meseta.embedding.batch_context import (
     no_op,
     null_timer,
 )
+from meseta.embedding.input_dist import OwnedIds
 from meseta.embedding.sort_ahead import SortAhead
-from meseta.embedding.update import FusedShards, GradientSegment, step_shards
+from meseta.embedding.update import (
+    FusedShards,
+    GatherStats,
+    GradientSegment,
+    RowGradient,
+    step_shards,
+    sum_gradients,
+    update_rows,
+)
 from meseta.ops.common import device_constant
 from meseta.ops.id_policy import CheckedIds
-from meseta.ops.row_program.optimizer import compute_dtype
-from meseta.ops.row_update import Bags, TableRows
+from meseta.ops.row_program.optimizer import Hyper, compute_dtype
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows
 from meseta.sparse import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.sparse.shapes import Int
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
@@ -303,6 +313,39 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
             rate = self.lr(flight, fused.spec)
             step_shards(fused, rate, step, bags, gradients, flight.found_inf, flight.scalars, sorted_ids)
 
+    def _clip_gradients(
+        self,
+        flight: BatchContext[GroupStateT],
+        places: Sequence[FeatureGradient],
+        owned: OwnedIds,
+        gradients: Sequence[Tensor],
+        replicated: Sequence[Tensor] = (),
+    ) -> tuple[dict[int, RowGradient], float]:
+        """Return (clipped gradients by shard index, factor). The caller must scale `replicated`, those of replicated
+        rows."""
+        assert flight.lease is not None
+        assert flight.clip is not None
+        trained = [place for place in places if self.shards[place.table].spec.optimizer.name != "frozen"]
+        sums = sum_gradients(self.shards, flight.lease.rows, trained, owned, gradients)
+        # With a nonzero flag no row is updated. The deferred check of the loss reports the error.
+        is_refused = flight.found_inf is not None and bool(flight.found_inf.item())
+        factor = 1.0 if is_refused else flight.clip([sums[i].gradient for i in sums], replicated)
+        if factor != 1.0:
+            sums = {i: replace(sums[i], gradient=sums[i].gradient * factor) for i in sums}
+        return sums, factor
+
+    def _update_rows(
+        self,
+        flight: BatchContext[GroupStateT],
+        sums: Mapping[int, RowGradient],
+        gather_stats: GatherStats = list,
+        num_exchanges: int = 0,
+    ) -> None:
+        assert flight.lease is not None
+        used, rows = [self.shards[i] for i in sums], [flight.lease.rows[i] for i in sums]
+        hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]
+        update_rows(used, rows, [*sums.values()], hypers, gather_stats, num_exchanges, flight.found_inf)
+
     def wait_for_embeddings(self, flight: BatchContext[GroupStateT]) -> Sequence[Tensor]:
         """Wait for the embeddings of a batch after `lookup`. The stage of the batch does not change."""
         if flight.embeddings is None:
@@ -391,10 +434,13 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self._start_backward(flight)
         with flight.drop_on_error():
             weight_gradients, update = self._start_gradient_dist(flight, *gradients)
-        if flight.overlaps_gradient_dist:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_backward, flight, update))
+        finish = partial(self._finish_backward, flight, update)
+        if flight.clip is not None:
+            flight.deferred_update = finish
+        elif flight.overlaps_gradient_dist:
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
         else:
-            self._finish_backward(flight, update)
+            finish()
         return weight_gradients
 
     def _finish_backward(self, flight: BatchContext[GroupStateT], update: Callable[[], None]) -> None:

@@ -126,8 +126,9 @@ def group_features(features: Sequence[FeatureSpec], tables: Mapping[str, TableSp
 BatchStage = Literal["started", "exchanged", "looked up", "finished", "used", "dropped"]
 StageTimer = Callable[[StageName], AbstractContextManager[None]]
 """Function that returns a context manager, which is entered during the named stage of a step."""
-Clip = Callable[[Sequence[Tensor]], float]
-"""Function that returns the factor of all row gradients of a step, given the gradients [U, D] of each table."""
+Clip = Callable[[Sequence[Tensor], Sequence[Tensor]], float]
+"""Function that returns the factor of the row gradients of a step, given the gradients [U, D] of each shard and of each
+replicated table. Collective."""
 NEXT_STAGE_HINTS: dict[BatchStage, str] = {
     "started": "call input_dist next",
     "exchanged": "call lookup, then output_dist",
@@ -227,7 +228,8 @@ class BatchContext(Generic[GroupStateT]):
     """Function that is called on several ranks between the arrival of all gradients and the update. If it raises an
     error, no row is updated."""
     clip: Clip | None = None
-    """Gradient clipping in one process. `None` means no clipping."""
+    """Gradient clipping, which requires a call of `finish_update`. `None` means no clipping."""
+    deferred_update: Callable[[], object] = no_op
     defers_id_check: bool = False
     """Whether the caller raises errors for rejected ids later, by `rejected_ids`, and counts out-of-range ids then.
     Only a collection in one process defers errors. A rejected id reads row 0."""
@@ -294,6 +296,11 @@ class BatchContext(Generic[GroupStateT]):
         except BaseException:
             self.drop()
             raise
+
+    def finish_update(self) -> None:
+        """Update the rows after the backward pass if there is a `clip`. Collective."""
+        update, self.deferred_update = self.deferred_update, no_op
+        update()
 
     def pop_sort(self) -> SortAhead | None:
         """Return the sort of the ids. The current stream waits for it."""

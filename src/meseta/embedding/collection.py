@@ -12,8 +12,7 @@ from torch import Tensor
 
 from meseta.comm import BatchTotals, World
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
-from meseta.embedding.batch_context import BatchContext, Clip, ExhaustedInput, FeatureGroup, raise_rejected_id
-from meseta.embedding.input_dist import OwnedIds
+from meseta.embedding.batch_context import BatchContext, ExhaustedInput, FeatureGroup, raise_rejected_id
 from meseta.embedding.routes import GradientRounding, MessageFormat, gradient_exponent
 from meseta.embedding.update import (
     GradientSegment,
@@ -21,14 +20,11 @@ from meseta.embedding.update import (
     local_bags,
     local_segment,
     merge_backward_passes,
-    sum_gradients,
-    update_rows,
 )
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
-from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.sparse import Embeddings, KeyedJaggedTensor
@@ -358,25 +354,8 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
             whole, moved = merge_backward_passes([get_segments() for get_segments in self._accumulated_segments])
             self._discard_row_gradients()
             if flight.clip is not None:
-                self._update_clipped(flight, flight.clip, whole, moved)
+                sums, _ = self._clip_gradients(flight, self._gradient_layout, whole, moved)
+                self._update_rows(flight, sums)
             else:
                 self._step_fused(flight, whole.bags, moved)
         self.step += 1
-
-    def _update_clipped(
-        self, flight: BatchContext[CheckedIds], clip: Clip, whole: OwnedIds, moved: Sequence[Tensor]
-    ) -> None:
-        # The gradients are summed first, because `clip` needs the norm over all rows.
-        assert flight.lease is not None
-        places = [place for place in self._gradient_layout if self.shards[place.table].spec.optimizer.name != "frozen"]
-        sums = sum_gradients(self.shards, flight.lease.rows, places, whole, moved)
-        # With a nonzero flag no row is updated. The deferred check of the loss reports the error.
-        is_refused = flight.found_inf is not None and bool(flight.found_inf.item())
-        factor = 1.0 if is_refused else clip([row_gradient.gradient for row_gradient in sums.values()])
-        used, rows = [self.shards[i] for i in sums], [flight.lease.rows[i] for i in sums]
-        hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]
-        scaled = [
-            row_gradient if factor == 1.0 else replace(row_gradient, gradient=row_gradient.gradient * factor)
-            for row_gradient in sums.values()
-        ]
-        update_rows(used, rows, scaled, hypers, found_inf=flight.found_inf)

@@ -145,16 +145,22 @@ class ReplicatedRows:
         num_ranks = sum(rank_counts.numel() for rank_counts in sums.rank_counts)
         sums.buffer[-num_ranks:] = received[-num_ranks:]
 
-    def finish_update(
+    def finish_sum(self, pending: PendingCollective) -> list[Tensor]:
+        """Wait for the sums over all ranks, and return the gradients [rows, D] of each table."""
+        self._unpad(pending.wait(), self._gradients)
+        return self._gradients.gradients
+
+    def update(
         self,
-        pending: PendingCollective,
         lr: Callable[[TableSpec], float],
         step: int,
         found_inf: Float[Tensor, ""] | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """Wait for the sums over all ranks, and update replicas equally, unless `found_inf` is nonzero."""
+        """Update replicas equally by the sums over all ranks times `factor`, unless `found_inf` is nonzero."""
         sums = self._gradients
-        self._unpad(pending.wait(), sums)
+        if factor != 1.0:
+            torch._foreach_mul_(sums.gradients, factor)
         for shard, rank_counts in zip(self._trained_shards, sums.rank_counts, strict=True):
             # These optimizers update untouched rows too.
             if shard.spec.optimizer.stepped_rows == "all":

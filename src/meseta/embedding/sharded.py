@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -20,14 +20,13 @@ from meseta.embedding.routes import gradient_exponent
 from meseta.embedding.sharded_lookup import GradientDist, OutputDist, ShardedLookup, gather_column_stats
 from meseta.embedding.update import (
     GradientSegment,
+    RowGradient,
     group_shards,
     merge_backward_passes,
     sum_gradients,
-    update_rows,
 )
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import CheckedIds
-from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.sparse import Embeddings, KeyedJaggedTensor
@@ -302,11 +301,30 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
         with flight.stage_timer("table_update"):
             whole, row_gradients = merge_backward_passes(received)
             self._discard_row_gradients()
-            self._step_fused(flight, whole.bags, row_gradients)
-            self._update_staged(flight, whole, row_gradients)
-            if replicated is not None:
-                self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)
+            if flight.clip is not None:
+                self._update_clipped(flight, replicated, whole, row_gradients)
+            else:
+                self._step_fused(flight, whole.bags, row_gradients)
+                self._update_staged(flight, whole, row_gradients)
+                if replicated is not None:
+                    self.replicas.finish_sum(replicated)
+                    self.replicas.update(partial(self.lr, flight), self.step + 1, flight.found_inf)
         self.step += 1
+
+    def _update_clipped(
+        self,
+        flight: BatchContext[GroupState],
+        replicated: PendingCollective | None,
+        whole: OwnedIds,
+        row_gradients: Sequence[Tensor],
+    ) -> None:
+        # The norm includes all gradients, so no row moves before the sums of all tables have arrived.
+        of_replicas = () if replicated is None else self.replicas.finish_sum(replicated)
+        sums, factor = self._clip_gradients(flight, self._gradient_layout, whole, row_gradients, of_replicas)
+        self._update_rows(flight, {i: sums[i] for i in sums if i not in self._staged_shards})
+        self._exchange_and_update(flight, {i: sums[i] for i in sums if i in self._staged_shards})
+        if replicated is not None:
+            self.replicas.update(partial(self.lr, flight), self.step + 1, flight.found_inf, factor)
 
     def _finish_gradient_dist(
         self, states: Sequence[GroupState], sent: Sequence[GradientDist], stage_timer: StageTimer
@@ -387,9 +405,8 @@ class ShardedEmbeddingBagCollection(BaseEmbeddingCollection[GroupState]):
             return
         assert flight.lease is not None
         places = [place for place in self._gradient_layout if place.table in self._staged_shards]
-        sums = sum_gradients(self.shards, flight.lease.rows, places, owned, gradients)
-        used = [self.shards[i] for i in sums]
-        hypers = [Hyper(self.lr(flight, s.spec), self.step + 1, s.spec.embedding_dim) for s in used]
-        gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
-        rows = [flight.lease.rows[i] for i in sums]
-        update_rows(used, rows, list(sums.values()), hypers, gather, self.num_stat_exchanges, flight.found_inf)
+        self._exchange_and_update(flight, sum_gradients(self.shards, flight.lease.rows, places, owned, gradients))
+
+    def _exchange_and_update(self, flight: BatchContext[GroupState], sums: Mapping[int, RowGradient]) -> None:
+        gather = partial(gather_column_stats, self.plan, self.world, self.dtype, [self.shards[i] for i in sums])
+        self._update_rows(flight, sums, gather, self.num_stat_exchanges)

@@ -31,6 +31,9 @@ from meseta.sparse.shapes import Float, Int
 from meseta.spec import OptimizerSpec, TableSpec
 from meseta.storage import TableStorage
 
+GatherStats = Callable[[list[Tensor | None]], list[Tensor | None]]
+"""Function that turns the statistics of this rank's shards into those of whole rows, see `update_rows`."""
+
 
 @dataclass(frozen=True)
 class FusedShards:
@@ -257,7 +260,7 @@ def update_rows(
     rows: Sequence[TableRows],
     gradients: Sequence[RowGradient],
     hypers: Sequence[Hyper],
-    gather_stats: Callable[[list[Tensor | None]], list[Tensor | None]] = list,
+    gather_stats: GatherStats = list,
     num_exchanges: int = 0,
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:

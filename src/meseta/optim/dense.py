@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.sparse.shapes import Float
-from meseta.spec import MesetaError
+from meseta.spec import COLUMN_BLOCK, MesetaError
 
 if TYPE_CHECKING:  # Operators are tested without pydantic.
     from meseta.config import DenseOptimizerConfig, RunConfig, ScheduleConfig
@@ -23,6 +24,8 @@ NORM_EPSILON = 1e-6
 """Added to a norm before division, as in torch.nn.utils.clip_grad_norm_."""
 CHUNK_ELEMENTS = 4096
 """Number of elements per norm. Torch computes such a norm in one thread."""
+MAX_SQUARE = 2.0**1000  # Sums of smaller numbers do not overflow.
+UPPER_BITS = -(1 << 27)  # sign, exponent and upper half of the mantissa of a float64
 
 
 SumOverRanks = Callable[[float], float]
@@ -50,21 +53,46 @@ def global_norm(tensors: Iterable[Tensor], sum_over_ranks: SumOverRanks | None =
 
 
 def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
-    def chunks() -> Iterator[Tensor]:
-        for tensor in tensors:
-            flat = tensor.detach().reshape(-1)
-            whole = flat.numel() // CHUNK_ELEMENTS * CHUNK_ELEMENTS
-            yield from (flat[:whole].view(-1, CHUNK_ELEMENTS), flat[whole:].view(1, -1))
-
-    return _add_squares(chunks())
+    return math.fsum(_square_terms(_chunks(tensors)))
 
 
-def _add_squares(matrices: Iterable[Tensor]) -> float:
-    """Return the sum of the squares of all elements, or NaN if an element is not finite."""
-    squares: list[float] = []
-    for matrix in matrices:
-        squares += torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64).square().tolist()
-    return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() // CHUNK_ELEMENTS * CHUNK_ELEMENTS
+        yield from (flat[:whole].view(-1, CHUNK_ELEMENTS), flat[whole:].view(1, -1))
+
+
+def _column_blocks(rows: Iterable[Tensor]) -> Iterator[Tensor]:
+    # Column shards have the blocks of whole rows.
+    for gradient in rows:
+        missing = -gradient.shape[1] % COLUMN_BLOCK
+        yield (pad(gradient, (0, missing)) if missing else gradient).reshape(-1, COLUMN_BLOCK)
+
+
+def _square_terms(matrices: Iterable[Tensor]) -> list[float]:
+    """Return numbers with the exact sum of the squared norms of all rows, or NaN if an element is not finite."""
+    norms = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in matrices]
+    squares = torch.cat([norm.cpu() for norm in norms]).square() if norms else torch.empty(0, dtype=torch.float64)
+    if squares.numel() == 0:
+        return []
+    if not bool((squares < MAX_SQUARE).all()):
+        return [math.nan]
+    # Halves of mantissas with one exponent have exact sums in float64, in any order, for up to 2^26 squares.
+    exponents = squares.frexp().exponent
+    exponents -= exponents.min()
+    upper = (squares.view(torch.int64) & UPPER_BITS).view(torch.float64)
+    return [*exponents.bincount(upper).tolist(), *exponents.bincount(squares - upper).tolist()]
+
+
+@dataclass(frozen=True)
+class NormExchange:
+    """Exchange of squared norms between ranks."""
+
+    start_gather: Callable[[list[float]], Callable[[], list[float]]]
+    """Function that starts to gather numbers, and returns a function that waits for those of all ranks."""
+    counts_sharded: bool
+    """Whether this rank counts its shards of dense parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +109,16 @@ class GradientClipper:
     includes_rows: bool = False
     """Whether row gradients are part of the norm. The gradient of a row is its sum over the batch."""
     sum_over_ranks: SumOverRanks | None = None
-    """Sum for gradients that are sharded over ranks."""
+    """Sum for gradients that are sharded over ranks, if there is no `exchange`."""
+    exchange: NormExchange | None = None
+    """Exchange with the other ranks if `includes_rows`. `None` in one process."""
 
-    def __call__(self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = ()) -> float:
-        """Clip the gradients in place and return the factor applied by `norm`. The caller must scale `rows` by it.
+    def __call__(
+        self, parameters: Iterable[Tensor], rows: Sequence[Tensor] = (), replicated_rows: Sequence[Tensor] = ()
+    ) -> float:
+        """Clip the gradients in place and return the factor applied by `norm`. The caller must scale the rows by it.
 
+        `rows` are the gradients [U, D] of this rank's rows, and `replicated_rows` those of rows that all ranks have.
         Replicated gradients stay identical on all ranks. Raises MesetaError, on all ranks, if `norm` is set and a
         gradient is not finite.
         """
@@ -96,7 +129,10 @@ class GradientClipper:
             torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
             return 1.0
-        norm = math.hypot(global_norm(gradients, self.sum_over_ranks), math.sqrt(_add_squares(rows)))
+        if self.includes_rows:
+            norm = self._norm_with_rows(gradients, rows, replicated_rows)
+        else:
+            norm = global_norm(gradients, self.sum_over_ranks)
         if not math.isfinite(norm):
             whose, key = ("", "train") if self.includes_rows else (" of the dense part", "dense")
             raise MesetaError(
@@ -109,6 +145,19 @@ class GradientClipper:
         if local:
             torch._foreach_mul_(local, factor)
         return factor
+
+    def _norm_with_rows(
+        self, gradients: Sequence[Tensor], rows: Sequence[Tensor], replicated_rows: Sequence[Tensor]
+    ) -> float:
+        sharded = [to_local(gradient) for gradient in gradients if hasattr(gradient, "to_local")]
+        is_counted = self.exchange is None or self.exchange.counts_sharded
+        terms = _square_terms([*_column_blocks(rows), *(_chunks(sharded) if is_counted else ())])
+        # A sum is sent with its rounding error, so that the norm does not depend on the ranks of the rows.
+        square = math.fsum(terms)
+        wait = None if self.exchange is None else self.exchange.start_gather([square, math.fsum([*terms, -square])])
+        replicated = _chunks(gradient for gradient in gradients if not hasattr(gradient, "to_local"))
+        common = _square_terms([*_column_blocks(replicated_rows), *replicated])
+        return math.sqrt(math.fsum([*common, *(terms if wait is None else wait())]))
 
 
 class Lamb(torch.optim.Optimizer):

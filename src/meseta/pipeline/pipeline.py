@@ -21,6 +21,7 @@ from meseta.ops.allocator import keep_freed_memory
 from meseta.ops.cross_entropy import StepLoss, cross_entropy_step
 from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.optim.dense import GradientClipper, dense_parameters
+from meseta.pipeline.clipping import clip_over_ranks
 from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PendingCopy, StaticPart
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
 from meseta.pipeline.losses import BatchLosses, LossKernel, Model, SkippedUpdate, inverse_divisor, loss_divisor
@@ -91,7 +92,7 @@ class Pipeline:
             optimizer: Optimizer of the dense parameters.
             world: All ranks.
             task_weights: Factors of the task losses, in the order of the labels. `None` means 1.
-            clip: Clipper of the dense gradients.
+            clip: Clipper of the dense gradients, and of the rows if it includes them. Its exchange is set here.
             accumulate_steps: Number of micro-batches, which limit memory. All optimizers step after the last one.
             overlap: Transfers to overlap with computation. They do not change any result.
         """
@@ -101,7 +102,7 @@ class Pipeline:
         self.world = getattr(model.embeddings, "world", world)
         weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
         self._losses = BatchLosses(model, weights, accumulate_steps)
-        self.clip = clip
+        self.clip = clip if clip is None else clip_over_ranks(clip, self.world)
         self.accumulate_steps = accumulate_steps
         self.num_masked_tasks = 0
         """Number of tasks if batches have a mask of known labels, else 0. Set it before the first step."""
@@ -349,15 +350,19 @@ class Pipeline:
             if part.is_first:
                 self.optimizer.zero_grad(set_to_none=True)
             if self.clip is not None and self.clip.includes_rows:
-                # Clip at the end of the backward pass, when all gradients are available.
-                context.overlaps_gradient_dist = True
-                context.clip = partial(self.clip, dense_parameters(self.optimizer))
+                context.clip = partial(self._clip_with_rows, self.clip)
             divisor = loss_divisor(part.device_batch.batch_size, weight, num_samples)
             with keep_running_stats(self._running_stats, context.found_inf):
                 if isinstance(loss, StepLoss):
                     logits.backward(loss.gradient)
                 else:
                     loss.backward(self._loss_gradient(loss, divisor, part.num_parts))
+            context.finish_update()
+
+    def _clip_with_rows(self, clip: GradientClipper, rows: Sequence[Tensor], replicated: Sequence[Tensor]) -> float:
+        if self._dense_gradients is not None:
+            self._dense_gradients.finish()
+        return clip(dense_parameters(self.optimizer), rows, replicated)
 
     def _loss_gradient(self, loss: Tensor, divisor: float, num_parts: int) -> Tensor:
         if self.scalars is not None and num_parts == 1:
@@ -380,7 +385,7 @@ class Pipeline:
         with self.stage_times.stage("dense_update"):
             if self._dense_gradients is not None:
                 self._dense_gradients.finish()
-            # A clipper that includes rows has already run in the backward pass.
+            # A clipper that includes rows has already run before the update of the rows.
             if self.clip is not None and not self.clip.includes_rows:
                 # The host reads the norm and raises an error if it is not finite, so check the loss first.
                 if self.clip.norm is not None:

@@ -56,6 +56,8 @@ COUNT_BYTES = 8
 """Bytes per id count, and per value that ranks agree on."""
 NUM_AGREED_VALUES = 1
 """Number of values that ranks agree on in each step: the sum of losses. The flags of a run are not included."""
+NUM_NORM_TERMS = 2
+"""Number of float64 values of a rank in `GRADIENT_NORM`: a sum of squares, and its rounding error."""
 NUM_MOMENTS = 2
 """Number of float64 sums per column that batch norm exchanges in the forward pass, and again in the backward pass."""
 MAX_INT32 = 2**31 - 1
@@ -210,7 +212,7 @@ class Transfer:
 #                replicas                       all           element and row of a replica
 #                row statistics                 owners        touched row and 16 columns
 # dense          dense                          all           parameter
-#                norms                          all           step
+#                norms, gradient norm           all           step
 #
 # With exchange 'hierarchical', the transfers of tables have two hops: between cross-host peers, which are the ranks
 # with the same local index, and inside a host. A row that is not pooled is sent once for each rank that requests it.
@@ -238,8 +240,10 @@ FORWARDED_TRANSFERS = tuple(name + INTRA_HOST_SUFFIX for name in ("counts", "ids
 TABLE_TRANSFERS = ("counts", "ids", "weights", *FORWARDED_TRANSFERS, "embeddings", "embeddings inter-host", "gradients",
                    "gradients inter-host", "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of embedding tables."""
+GRADIENT_NORM = "gradient norm"
+"""Transfer of squared norms."""
 STEP_TRANSFERS = frozenset((*TABLE_TRANSFERS, "label weights", "batch norm", "gradients of batch norm", "logits",
-                            "agree", "dense", "norms", "parameters", "gradients of parameters",
+                            "agree", "dense", "norms", GRADIENT_NORM, "parameters", "gradients of parameters",
                             "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` can return."""
 FORMER_TRANSFERS = {
@@ -316,6 +320,11 @@ def step_transfers(
         else [transfer for transfer in back if transfer.name not in LAST_MICRO_BATCH_TRANSFERS]
     )
     late = [transfer for transfer in back if transfer not in early]
+    # With one norm over layers and rows, rows move only after all gradients have arrived.
+    norm, statistics = list[Transfer](), list[Transfer]()
+    if step.dense.clips_rows:
+        norm = [_replicated_transfer(GRADIENT_NORM, NUM_NORM_TERMS * COUNT_BYTES, 1, "gather")]
+        statistics = [transfer for transfer in late if transfer.name == "row statistics"]
     num_bytes = step.dense.logit_bytes * -(-workload.batch_size // num_ranks)
     logits = [_replicated_transfer("logits", num_bytes, 1, "gather")] if num_bytes else []
     masked = step.dense.num_masked_tasks
@@ -327,8 +336,10 @@ def step_transfers(
         *logits,
         *early,
         agree,
-        *late,
+        *(transfer for transfer in late if transfer not in statistics),
         *step.dense_reductions(),
+        *norm,
+        *statistics,
     )
 
 

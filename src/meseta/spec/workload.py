@@ -103,6 +103,8 @@ class DenseExchange:
     """Parameter shapes of each module that is sharded over the ranks of a host."""
     num_gradient_norms: int = 0
     """Number of gradient norms of sharded parameters that are computed per step."""
+    clips_rows: bool = False
+    """Whether one norm over layers and rows clips gradients."""
     num_flags: int = 0
     """Number of values that ranks agree on per step, in addition to the loss."""
     logit_bytes: int = 0

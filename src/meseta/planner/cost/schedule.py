@@ -17,7 +17,7 @@ import numpy as np
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import Workload
 from meseta.spec.stages import Overlap
-from meseta.spec.transfer import GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
+from meseta.spec.transfer import GRADIENT_NORM, GRADIENT_TRANSFERS, INTRA_HOST_SUFFIX
 
 ComputeOp = Literal["lookup", "table_update", "dense_only", "score", "back of score", "dense_only backward"]
 """Computation of a step. `dense_only` is `forward_dense`, which needs only dense inputs, and `score` is the remaining
@@ -86,6 +86,11 @@ class _ProgramBuilder:
     actions: list[Action] = field(default_factory=list)
 
     @property
+    def clips_rows(self) -> bool:
+        """Whether rows move only after all gradients of the step have arrived."""
+        return GRADIENT_NORM in self.transfers
+
+    @property
     def micro_batch_share(self) -> float:
         return 1.0 / self.num_micro_batches
 
@@ -118,7 +123,7 @@ class _ProgramBuilder:
                 self.start("counts")
             if "embeddings" in self.overlapped and self.reduces_across_hosts:
                 self.start_second_hop(part)
-            if part == 0 and "dense" in self.overlapped:
+            if part == 0 and "dense" in self.overlapped and not self.clips_rows:
                 self.synchronize()
             self.score(part)
             if part == 0 and "ids" in self.overlapped and self.is_hierarchical:
@@ -195,7 +200,8 @@ class _ProgramBuilder:
         )
         if is_last:
             self.start("replicas")
-        if "gradients" not in self.overlapped:
+        overlaps = "gradients" in self.overlapped or (is_last and self.clips_rows)
+        if not overlaps:
             self.finish_gradient_dist([part])
             if is_last:
                 self.update()
@@ -204,8 +210,8 @@ class _ProgramBuilder:
             self.start("dense")
             if "dense" not in self.overlapped:
                 self.synchronize()
-        if is_last and "gradients" in self.overlapped:
-            self.finish_gradient_dist(range(self.num_micro_batches))
+        if is_last and overlaps:
+            self.finish_gradient_dist(range(0 if "gradients" in self.overlapped else part, self.num_micro_batches))
             self.update()
 
     def finish_gradient_dist(self, parts: Iterable[int]) -> None:
@@ -218,9 +224,15 @@ class _ProgramBuilder:
     def update(self) -> None:
         if "agree" in self.overlapped:
             self.wait("agree")
+        if self.clips_rows:
+            self.wait("replicas")
+            if "dense" in self.overlapped:
+                self.synchronize()
+            self.start_and_wait(GRADIENT_NORM)
         self.compute("table_update")
         self.start_and_wait("row statistics")
-        self.wait("replicas")
+        if not self.clips_rows:
+            self.wait("replicas")
 
 
 def step_program(hidden: Collection[Overlap], num_parts: int, transfers: Collection[str]) -> tuple[Action, ...]:

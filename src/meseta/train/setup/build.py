@@ -23,7 +23,7 @@ from meseta.spec import MesetaError, Plan, suggest
 from meseta.spec.stages import Overlap
 from meseta.system.ranks import local_rank, num_local_ranks, print_note
 from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model
-from meseta.train.setup.planning import RunPlanner, check_clip
+from meseta.train.setup.planning import RunPlanner
 from meseta.train.setup.source import make_row_source
 from meseta.train.setup.specs import make_specs
 
@@ -76,13 +76,9 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
     return planner, plan
 
 
-def make_clip(config: RunConfig, world: World, over_parts: SumOverRanks | None) -> GradientClipper:
-    """Return the gradient clipper of a run.
-
-    `over_parts` sums over the ranks that hold parts of a sharded dense parameter. Raises MesetaError under the
-    conditions of `check_clip`.
-    """
-    check_clip(config, world.size)
+def make_clip(config: RunConfig, over_parts: SumOverRanks | None) -> GradientClipper:
+    """Return the gradient clipper of a run. `over_parts` sums over the ranks that hold parts of a sharded dense
+    parameter."""
     dense, norm = config.dense, config.train.clip_norm
     if norm is None:
         return GradientClipper(value=dense.clip_value, norm=dense.clip_norm, sum_over_ranks=over_parts)
@@ -105,7 +101,7 @@ def make_pipeline(
 ) -> Pipeline:
     """Create the pipeline that trains a sharded model, with the optimizer of the dense part.
 
-    `overlap` are the exchanges to hide. Raises MesetaError as `task_weights` and `make_clip` do.
+    `overlap` are the exchanges to hide. Raises MesetaError as `task_weights` does.
     """
     over_parts = make_shard_sum(model.parameters(), world)
     pipeline = Pipeline(
@@ -113,7 +109,7 @@ def make_pipeline(
         make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts),
         world,
         task_weights=task_weights(config, dataset),
-        clip=make_clip(config, world, over_parts),
+        clip=make_clip(config, over_parts),
         accumulate_steps=config.train.accumulate_steps,
         overlap=overlap,
     )

@@ -187,7 +187,6 @@ def find_run_plan(
     If a custom model cannot be built here, its dense part is omitted, with a note on the terminal.
     Raises MesetaError if the config does not fit its data, or no plan can be found.
     """
-    check_clip(config, topology.num_ranks)
     dataset = make_row_source(config.data).dataset().with_labels(config.data.labels)
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
@@ -216,15 +215,6 @@ def find_run_plan(
         if topology.num_ranks > 1 or planned.plan.has_offloaded_tables
         else replace(planned, plan=collection.plan)
     )
-
-
-def check_clip(config: RunConfig, num_ranks: int) -> None:
-    """Raise MesetaError if a run on several ranks clips by a norm over layers and tables, which no rank can compute."""
-    if config.train.clip_norm is not None and num_ranks > 1:
-        raise MesetaError(
-            "config: train.clip_norm clips by a norm over layers and tables, which requires one process, but this run "
-            f"has {num_ranks} ranks; use --nproc 1, or set dense.clip_norm and embedding.optimizer.clip_norm"
-        )
 
 
 def predict_run_overlap(

@@ -288,6 +288,7 @@ def dense_exchange(config: RunConfig, model: nn.Module, dataset: Dataset) -> Den
         ),
         sharded_shapes=shapes,
         num_gradient_norms=norms_of_lamb + (config.dense.clip_norm is not None),
+        clips_rows=config.train.clip_norm is not None,
         num_flags=NUM_FLAGS + len(loss_term_names(model)) + len(of_all),
         # Logits, labels, a weight, or one for each task, and a mark.
         logit_bytes=(2 * len(dataset.labels) + max(dataset.num_masked_tasks, 1) + 1) * number_bytes if of_all else 0,

@@ -126,7 +126,7 @@ def _make_training_step(
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
     over_parts = make_shard_sum(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
-    clip = make_clip(config, world, over_parts)
+    clip = make_clip(config, over_parts)
     parts = config.train.accumulate_steps
     train_step = Pipeline(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
     train_step.num_masked_tasks = num_masked_tasks
