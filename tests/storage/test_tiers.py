@@ -162,10 +162,11 @@ def test_penalties_of_lookups_and_the_norm_of_all_rows_are_those_of_resident_tab
     for step in range(8):
         for made, values in zip((tiered, resident), factors, strict=True):
             flight = made.start_input_dist(weighed(made, batch(step)))
-            flight.clip = lambda rows, values=values: (
+            flight.clip = lambda rows, _, values=values: (
                 values.append(GradientClipper(norm=0.5, includes_rows=True)([], rows)) or values[-1]
             )
             loss_of_batch(made, made.input_dist(flight)).backward()
+            flight.finish_update()
     assert factors[0] == factors[1] and 0 < min(factors[0]) < 1
     assert same(contents(tiered), contents(resident))
 
