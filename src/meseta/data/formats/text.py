@@ -76,7 +76,8 @@ def infer_text_layout(
     check_names(where, raw_labels, names)
     free = [name for name in names if name not in raw_labels]
     chosen = named.roles(where, free)
-    separators, list_reasons = resolve_separators(where, named.separators(where, free), columns)
+    requested = named.separators(where, free)
+    separators, list_reasons = resolve_separators(where, requested, columns) if requested else ({}, {})
     guesses = {
         name: chosen.get(name) or (known or {}).get(name) or infer_role(name, values)
         for name, values in columns.items()
