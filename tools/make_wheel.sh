@@ -20,8 +20,6 @@ if [ ! constraints.txt -ot "$work/tools/installed" ]; then
 fi
 PATH=$bin:$PATH
 export CXX="python-zig c++ -target $machine-linux-gnu.2.28"
-# nanobind uses stderr, but the headers of Python's stable ABI do not include <stdio.h>, and neither do those of libc++.
-export CXXFLAGS="-include cstdio"
 
 rm -rf "$work/sdist" "$work/wheel"
 mkdir -p dist
