@@ -14,10 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import meseta
-from api.test_fit import CONFIG
 from api.test_rows import KINDS
 from meseta.errors import ERROR_PREFIX, MesetaError
-from small_run import tiny_data
 
 pytestmark = pytest.mark.soak
 
@@ -63,16 +61,6 @@ REFUSED = {
     "tags as text": "'tags'",
 }
 """Changes that are refused, and a name in the error."""
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
-    return pq.read_table(tiny_data(tmp_path_factory.getbasetemp()).with_name("tiny.parquet"))
-
-
-@pytest.fixture(scope="module")
-def trained(table: pa.Table, tmp_path_factory: pytest.TempPathFactory) -> meseta.Run:
-    return meseta.fit(table, "label", config=CONFIG, run_dir=tmp_path_factory.mktemp("predict") / "run")
 
 
 def predict_file(run: meseta.Run, table: pa.Table, folder: Path) -> np.ndarray | str:
