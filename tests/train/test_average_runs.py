@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
@@ -70,12 +71,13 @@ def test_averages_equal_numpy(folder: Path, tmp_path: Path, averaged: Averaged) 
     first, *more = (folder / run for run in RUNS)
     with open_for_raw_rows(first, [str(folder / "rows.parquet")], more_runs=more, averaged=averaged) as trained:
         logits = np.concatenate([scores for scores, _ in trained.predict()])
-    assert trained.step == 6 and trained.other_steps == (9, 5)
+    assert trained.step == 6 and [other.step for other in trained.others] == [9, 5]
     np.testing.assert_allclose(sigmoid(logits), expected, rtol=1e-13, atol=0)
 
     out, source = tmp_path / "p.parquet", folder / "bare.parquet"
     ended = run_here("predict", first, *more, "--data", source, "--out", out, "--keys", "user", "--average", averaged)
     assert ended.code == 0, ended.err
+    assert f"as encoded by {folder / 'other'}:\n  values not seen in training" in ended.out
     predictions, rows = pq.read_table(out), pq.read_table(folder / "rows.parquet")
     assert np.array_equal(predictions["prediction"].to_numpy(), expected.astype(np.float32))
     assert predictions["user"].equals(rows["user"]) and predictions["row"].to_pylist() == list(range(NUM_ROWS))
@@ -137,8 +139,12 @@ def test_refused_averages(folder: Path, tiny: Path, tmp_path: Path) -> None:
     prepare(PrepareOptions(sources=[str(tmp_path / "bought.parquet")], out=tmp_path / "data", label=["bought"],
                            sparse=["user"], ignore=["item", "city", "tags"]))  # fmt: skip
     train(settings(tmp_path / "data", tmp_path / "bought", train__max_steps=1))
+    bare = pq.read_table(folder / "bare.parquet").slice(0, 250)
+    place = bare.column_names.index("user")
+    bare = bare.set_column(place, "user", pa.array(["nobody"] * 250))
+    pq.write_table(pa.concat_tables([bare] * 4), tmp_path / "unseen.parquet")
     one, other = folder / "one", folder / "other"
-    rows, bare = ["--data", folder / "rows.parquet"], ["--data", folder / "bare.parquet"]
+    rows, unlabeled = ["--data", folder / "rows.parquet"], ["--data", folder / "bare.parquet"]
     for command, runs, options, message in (
         ("eval", [one, tmp_path / "bought"], rows, "bought' predicts 'bought', but run"),
         ("predict", [one, other], [], "on other data than those of"),
@@ -147,8 +153,14 @@ def test_refused_averages(folder: Path, tiny: Path, tmp_path: Path) -> None:
         ("eval", [one, other], [*rows, "--average", "mean"], "no such kind 'mean'; "),
         ("eval", [one, other], [*rows, "--split", "train"], "raw files have no split 'train'"),
         ("eval", [one], ["--encoding", "utf-8"], "--encoding needs raw files in --data"),
-        ("eval", [one, other], bare, "new rows: they have no labels"),
+        ("eval", [one, other], unlabeled, "new rows: they have no labels"),
         ("eval", [one, folder / "none"], rows, "none"),
+        (
+            "predict",
+            [one, other],
+            ["--data", tmp_path / "unseen.parquet"],
+            "other': predict: 100.00% of the 1,000 values",
+        ),
     ):
         ended = run_here(command, *runs, *options, *(["--out", tmp_path / "p.csv"] if command == "predict" else []))
         assert ended.code == 1 and len(ended.errors) == 1 and message in ended.errors[0], ended.err

@@ -24,7 +24,7 @@ DEFAULT_SPLIT = "test"
 RunsArgument = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN_DIR...",
+        metavar="RUN_DIR",
         help="Folder of a training run, or of several, whose predictions are averaged. The first one selects the rows.",
     ),
 ]
@@ -44,7 +44,7 @@ UnseenOption = Annotated[
     bool, typer.Option("--allow-unseen", help="Accept raw rows even if training saw none of their values.")
 ]
 AverageOption = Annotated[
-    str, typer.Option(metavar="probability|logit", help="Predictions of which several runs give the mean.")
+    str, typer.Option(metavar="probability|logit", help="Predictions of several runs to average.")
 ]
 
 
@@ -110,7 +110,7 @@ def evaluate(
     if trained.world.rank == 0:
         runs: dict[str, Any] = {"run": str(run_dirs[0]), "step": trained.step}
         if len(run_dirs) > 1:
-            steps = [trained.step, *trained.other_steps]
+            steps = [trained.step, *(other.step for other in trained.others)]
             runs = {"runs": [str(run_dir) for run_dir in run_dirs], "steps": steps, "average": average}
         rows = {"data": data} if is_raw else {"split": split}
         print(json.dumps({**runs, **rows, **evaluation.to_dict(include_reliability=False)}, indent=1))

@@ -123,6 +123,10 @@ def _predict_rows(
     if trained.world.rank == 0:
         print(f"wrote {predicted.num_rows:,} predictions to {out}")
         print_unseen(predicted.unseen)
+        for other in trained.others:
+            if other.unseen is not None and other.unseen != predicted.unseen:
+                print(f"  as encoded by {other.path}:")
+                print_unseen(other.unseen)
         for label, line in predicted.metrics.items():
             print(f"{label}: {format_metrics(line)}")
         if predicted.note:

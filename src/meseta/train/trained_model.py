@@ -20,6 +20,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
+from meseta.data.dataset.statistics import UnseenValues
 from meseta.data.prepare.new_rows import NewRows
 from meseta.data.read.batch import Batch
 from meseta.data.read.batch_reader import BatchReader
@@ -48,6 +49,16 @@ ReaderT = TypeVar("ReaderT", BatchReader, NewBatches)
 
 
 @dataclass(frozen=True)
+class OtherRun:
+    """Run whose predictions have been added to the sums of a `TrainedModel`."""
+
+    path: Path
+    step: int
+    unseen: UnseenValues | None
+    """Values of raw rows that its training did not see. `None` for a split."""
+
+
+@dataclass(frozen=True)
 class TrainedModel(Generic[ReaderT]):
     """Model with the rows to apply it to."""
 
@@ -60,7 +71,7 @@ class TrainedModel(Generic[ReaderT]):
     """Config of the run, with a plan for these ranks."""
     sums: PredictionSums | None = None
     """Sums of the predictions of other runs, or `None` for one run."""
-    other_steps: tuple[int, ...] = ()
+    others: tuple[OtherRun, ...] = ()
 
     @property
     def logit_shift(self) -> float:
@@ -149,15 +160,22 @@ def _open_average(
         yield load(first, world, None)
         return
     _check_runs(run_dirs, world)
-    rows_of, steps = RunDir(first).load_config(), list[int]()
+    rows_of, added = RunDir(first).load_config(), list[OtherRun]()
     with PredictionSums(averaged) as sums:
         for run_dir in others:
             trained = load(run_dir, world, rows_of)
-            sums.add(trained.predict())
-            steps.append(trained.step)
+            try:
+                sums.add(trained.predict())
+            except MesetaError as error:
+                if error.rank is not None:  # The message starts with the rank.
+                    raise
+                # Errors of rows do not name the run that encodes them.
+                raise MesetaError(f"run {str(run_dir)!r}: {error}") from None
+            unseen = trained.reader.rows.unseen if isinstance(trained.reader, NewBatches) else None
+            added.append(OtherRun(run_dir, trained.step, unseen))
             del trained
             gc.collect()  # Models have reference cycles.
-        yield replace(load(first, world, None), sums=sums, other_steps=tuple(steps))
+        yield replace(load(first, world, None), sums=sums, others=tuple(added))
 
 
 def _check_runs(run_dirs: Sequence[Path], world: World) -> None:
