@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from bad_input.commands import run_here, run_on_rank
 from meseta.comm import World
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
@@ -51,6 +52,21 @@ def test_the_same_bytes_on_several_ranks(ranks: Ranks, tiny: Path, tmp_path: Pat
         assert ranks(size).run(predict_here, tmp_path / "run", source, many, keys) == [here] * size
         assert here[0] == 331 and (here[1] is None) == (source == bare)
         assert many.read_bytes() == one.read_bytes()
+
+
+def test_average_of_runs_on_several_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """The runs have other batch sizes, and the last batch has other rows per rank than the first ones."""
+    for run, batch_size in (("one", 130), ("two", 50)):
+        changes = {"seed": batch_size, "train__eval_batch_size": batch_size}
+        train(settings(tiny, tmp_path / run, train__max_steps=2, plan=ROW_WISE, **changes))
+    pq.write_table(pq.read_table(tiny.parent / "tiny.parquet").slice(0, 331), tmp_path / "rows.parquet")
+    runs = [str(tmp_path / run) for run in ("one", "two")]
+    command = ["predict", *runs, "--data", str(tmp_path / "rows.parquet"), "--keys", "user,price", "--out"]
+    here = run_here(*command, tmp_path / "here.csv")
+    there = ranks(2).run(run_on_rank, [*command, str(tmp_path / "there.csv")])
+    assert [here.code, *(ended.code for ended in there)] == [0, 0, 0], there
+    assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+    assert there[0].out.splitlines()[1:] == here.out.splitlines()[1:] and "AUC" in here.out
 
 
 def test_errors_are_raised_on_every_rank(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:

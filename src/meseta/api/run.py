@@ -21,6 +21,7 @@ from meseta.checkpoint.listing import CheckpointInfo, list_checkpoints
 from meseta.config import RunConfig
 from meseta.telemetry.metrics import EVALUATED_SPLITS
 from meseta.telemetry.metrics_file import EvalLine
+from meseta.train.averages.runs import Averaged
 from meseta.train.run_dir import RunDir
 
 HISTORY = pa.schema(
@@ -98,37 +99,55 @@ class Run:
         with _same_threads(), session(self.config) as world:
             return load_model(self.path, world)
 
-    def predict(self, data: str | Path | Rows, *, best: bool = False, allow_unseen: bool = False) -> Any:
+    def predict(
+        self,
+        data: str | Path | Rows,
+        *,
+        best: bool = False,
+        allow_unseen: bool = False,
+        more_runs: Sequence[Run | str | Path] = (),
+        average: Averaged = "probability",
+    ) -> Any:
         """Predict rows, with or without labels, in their order.
 
         Returns the column "prediction" (float32), or "prediction.NAME" for each of several labels. A frame of pandas
         returns one with the same index, a frame of polars one of polars, a dict a dict of NumPy arrays, and everything
         else a pyarrow Table.
         Raises MesetaError if columns of the training data are missing or have other types, or if training saw none of
-        the values and `allow_unseen` is not set.
+        the values and `allow_unseen` is not set. Also raises MesetaError if runs predict other labels.
 
         Args:
             data: Files, or rows in memory. Other columns than those of the training data are ignored.
             best: Whether to use the checkpoint of the best evaluation.
             allow_unseen: Whether rows may have only new values.
+            more_runs: Runs or their folders, with which predictions are averaged.
+            average: Predictions that are averaged, "probability" or "logit".
         """
-        table, _ = self._predict(data, best=best, allow_unseen=allow_unseen)
+        averaged = _average_options(more_runs, average)
+        table, _ = self._predict(data, best=best, allow_unseen=allow_unseen, **averaged)
         return like_rows(table, data)
 
     def evaluate(
-        self, data: str | Path | Rows | None = None, *, split: str = "test", best: bool = False
+        self,
+        data: str | Path | Rows | None = None,
+        *,
+        split: str = "test",
+        best: bool = False,
+        more_runs: Sequence[Run | str | Path] = (),
+        average: Averaged = "probability",
     ) -> dict[str, Any]:
         """Evaluate the weights on labeled rows, or on a split of the training data, and return the metrics.
 
-        With several labels, rows have metrics by label.
+        With several labels, rows have metrics by label. `more_runs` and `average` are those of `predict`.
         Raises MesetaError as `predict` does, or if rows have no labels or there is no such split.
         """
+        options = {"best": best, **_average_options(more_runs, average)}
         if data is not None:
-            _, metrics = self._predict(data, best=best)
+            _, metrics = self._predict(data, **options)
             return next(iter(metrics.values())) if len(metrics) == 1 else metrics
         from meseta.train.trained_model import open_trained
 
-        with _same_threads(), argument_errors("evaluate"), open_trained(self.path, split, best=best) as trained:
+        with _same_threads(), argument_errors("evaluate"), open_trained(self.path, split, **options) as trained:
             return trained.evaluate().to_dict(include_reliability=False)
 
     def _predict(self, data: Any, **options: Any) -> tuple[pa.Table, dict[str, dict[str, Any]]]:
@@ -140,9 +159,7 @@ class Run:
             paths, out = file_paths(data, Path(folder)), Path(folder) / "predictions.out.parquet"
             named = spooled_names(paths, Path(folder))
             with argument_errors("predict", named), open_for_raw_rows(self.path, paths, **options) as trained:
-                predicted = write_raw_predictions(
-                    trained.model, trained.reader, trained.world, out, trained.logit_shift
-                )
+                predicted = write_raw_predictions(trained.model, trained.reader, trained.world, out, trained.correction)
             table = pq.read_table(out)
         names = [name for name in table.column_names if name.partition(".")[0] == "prediction"]
         return table.select(names), predicted.metrics
@@ -174,6 +191,11 @@ class Run:
             cells = "".join(f"<td>{value}</td>" for value in (*values, f"{metrics['num_samples']:,}"))
             rows += f"<tr><th>{html.escape(split)}</th>{cells}</tr>"
         return f"<p>Run <code>{html.escape(str(self.path))}</code></p><table><tr>{head}</tr>{rows}</table>"
+
+
+def _average_options(more_runs: Sequence[Run | str | Path], average: Averaged) -> dict[str, Any]:
+    paths = [run.path if isinstance(run, Run) else Path(run) for run in more_runs]
+    return {"more_runs": paths, "averaged": average}
 
 
 def _metrics_of(line: EvalLine) -> dict[str, Any]:

@@ -9,6 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meseta.cli.evaluate import (
+    DEFAULT_SPLIT,
+    AverageOption,
+    DataOption,
+    EncodingOption,
+    RunsArgument,
+    UnseenOption,
+    average_options,
+    format_metrics,
+    is_dataset,
+    raw_row_options,
+)
 from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
 from meseta.cli.watch import load_time_limits
@@ -18,7 +30,6 @@ from meseta.system.ranks import is_distributed
 if TYPE_CHECKING:
     from meseta.train.interop.output_tables import OutputColumns
 
-_DEFAULT_SPLIT = "test"
 ColumnsOption = Annotated[
     str,
     typer.Option(
@@ -30,31 +41,19 @@ ColumnsOption = Annotated[
 
 
 def predict(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a training run.")],
+    run_dirs: RunsArgument,
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
     ],
-    split: Annotated[str, typer.Option(help="Split to predict: train, test or valid (if present).")] = _DEFAULT_SPLIT,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="DIR|FILE",
-            help="Another prepared dataset with the same features, or raw files, folders, patterns or URLs, with or "
-            "without labels. May be repeated. Default: the dataset of the run.",
-        ),
-    ] = None,
+    split: Annotated[str, typer.Option(help="Split to predict: train, test or valid (if present).")] = DEFAULT_SPLIT,
+    data: DataOption = None,
     nproc: Annotated[int, typer.Option(help="Number of ranks on this machine.")] = 1,
     keys: Annotated[
         str, typer.Option(help="Input columns to copy, such as user,item. Prepared data always adds group and time.")
     ] = "",
     columns: ColumnsOption = "",
-    encoding: Annotated[
-        str | None, typer.Option(help="Text encoding of raw files.", show_default="that of the earlier files")
-    ] = None,
-    allow_unseen: Annotated[
-        bool, typer.Option("--allow-unseen", help="Predict raw rows even if training saw none of their values.")
-    ] = False,
+    encoding: EncodingOption = None,
+    allow_unseen: UnseenOption = False,
     best: Annotated[
         bool, typer.Option("--best", help="Use the best checkpoint. Default: the final weights, see train.finish.")
     ] = False,
@@ -62,23 +61,24 @@ def predict(
         Path | None,
         typer.Option(help="Folder on a local disk in which all tables are stored. Default: the tiers of the run."),
     ] = None,
+    average: AverageOption = "probability",
 ) -> None:
-    """Predict with a checkpoint of a run. Writes one probability per row and label, in the order of the rows."""
+    """Predict with a checkpoint of a run, or with the average of several runs. Writes one probability per row and
+    label, in the order of the rows."""
     from meseta.train.interop.output_tables import OutputColumns, check_suffix
 
     # Check the options before ranks start.
     check_suffix(out)
     chosen, names = OutputColumns.parse(comma_list(columns)), comma_list(keys)
     chosen.check_keys(names)
+    options = {"best": best, "storage_dir": storage_dir, **average_options(run_dirs, average)}
+    options |= raw_row_options("predict", data, split, encoding=encoding, allow_unseen=allow_unseen)
     # Ranks that torchrun or the launcher has started run the command themselves.
     if nproc != 1 and not is_distributed():
-        sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dir)))
+        sys.exit(run_ranks(sys.argv[1:], nproc, load_time_limits(run_dirs[0])))
 
-    options: dict[str, Any] = {"best": best, "storage_dir": storage_dir}
-    options |= {} if encoding is None else {"encoding": encoding}
-    options |= {"allow_unseen": True} if allow_unseen else {}
     try:
-        _predict(run_dir, out, split, data, names, chosen, **options)
+        _predict(run_dirs[0], out, split, data, names, chosen, **options)
     except MesetaError as error:
         raise chosen.explain_missing(error) from None
 
@@ -93,15 +93,9 @@ def _predict(
     **options: Any,
 ) -> None:
     names = columns.keys if columns.pairs else keys
-    if data and not _is_dataset(data):
-        if split != _DEFAULT_SPLIT:
-            raise MesetaError(f"predict: raw files have no split {split!r}; omit --split to predict all rows")
+    if data and not is_dataset(data):
         _predict_rows(run_dir, out, data, names, columns, **options)
         return
-    for name in ("encoding", "allow_unseen"):
-        if name in options:
-            option = f"--{name.replace('_', '-')}"
-            raise MesetaError(f"predict: {option} needs raw files in --data; omit it")
     from meseta.train.predictions import write_predictions
     from meseta.train.trained_model import open_trained
 
@@ -109,35 +103,30 @@ def _predict(
     # data.filter is ignored, so that predictions match all rows of the files.
     with open_trained(run_dir, split, folder, ignore_filter=True, **options) as trained:
         num_rows = write_predictions(
-            trained.model, trained.reader, trained.world, out, names, trained.logit_shift, columns=columns
+            trained.model, trained.reader, trained.world, out, names, trained.correction, columns=columns
         )
     if trained.world.rank == 0:
         print(f"wrote {num_rows:,} predictions of {split} to {out}")
-
-
-def _is_dataset(data: Sequence[str]) -> bool:
-    """Whether `data` is a single folder with a dataset.json. Any other folder holds raw files."""
-    from meseta.data.dataset.dataset import DATASET_FILE
-    from meseta.system.files import path_exists
-
-    return len(data) == 1 and path_exists(Path(data[0]) / DATASET_FILE)
 
 
 def _predict_rows(
     run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], columns: OutputColumns, **options: Any
 ) -> None:
     """Predict raw rows, and print metrics if the rows have labels."""
-    from meseta.cli.evaluate import format_metrics
     from meseta.train.predictions import write_raw_predictions
     from meseta.train.trained_model import open_for_raw_rows
 
     with open_for_raw_rows(run_dir, patterns, keys=keys, **options) as trained:
         predicted = write_raw_predictions(
-            trained.model, trained.reader, trained.world, out, trained.logit_shift, columns
+            trained.model, trained.reader, trained.world, out, trained.correction, columns
         )
     if trained.world.rank == 0:
         print(f"wrote {predicted.num_rows:,} predictions to {out}")
         print_unseen(predicted.unseen)
+        for other in trained.others:
+            if other.unseen is not None and other.unseen != predicted.unseen:
+                print(f"  as encoded by {other.path}:")
+                print_unseen(other.unseen)
         for label, line in predicted.metrics.items():
             print(f"{label}: {format_metrics(line)}")
         if predicted.note:

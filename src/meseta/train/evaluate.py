@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -32,6 +32,8 @@ from meseta.train.state import sum_out_of_range_ids
 
 MIN_PADDED_ROWS = 64
 """Smallest number of rows for which the logit of a row does not depend on the number of rows of its batch."""
+LogitShift = float | Callable[[NDArray[Any]], NDArray[Any]]
+"""Value added to logits, or a function that returns the corrected logits of the next batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ def predict(
     model: Model,
     reader: BatchReader | NewBatches,
     world: World,
-    logit_shift: float = 0.0,
+    logit_shift: LogitShift = 0.0,
     outside: OutOfRangeIds | None = None,
 ) -> Iterator[tuple[NDArray[Any], Batch]]:
     """Yield (logits [B] or [B, T], batch) for this rank's slice of each global batch, in CPU memory.
@@ -75,7 +77,7 @@ def predict(
         model: Trained model.
         reader: Reader of the split.
         world: Ranks of the run.
-        logit_shift: Value added to the logits, see `logit_shift`.
+        logit_shift: Correction of the logits, see `TrainedModel.correction`.
         outside: Counts out-of-range ids. The counts of training are unchanged.
     """
     step_threads, outside = StepThreads(), outside or OutOfRangeIds()
@@ -83,7 +85,10 @@ def predict(
         for batch in batches:
             with step_threads:
                 scores = score_batch(model, batch, world, outside)
-            yield (scores + scores.dtype.type(logit_shift) if logit_shift else scores), batch
+            if callable(logit_shift):
+                yield logit_shift(scores), batch
+            else:
+                yield (scores + scores.dtype.type(logit_shift) if logit_shift else scores), batch
 
 
 def score_batch(model: Model, batch: Batch, world: World, outside: OutOfRangeIds) -> NDArray[Any]:
@@ -117,21 +122,30 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 
 
 def evaluate(
-    model: Model, reader: BatchReader, world: World, config: MetricsConfig | None = None, logit_shift: float = 0.0
+    model: Model,
+    reader: BatchReader | NewBatches,
+    world: World,
+    config: MetricsConfig | None = None,
+    logit_shift: LogitShift = 0.0,
 ) -> Evaluation:
-    """Return the metrics over all rows of the reader's split. They are identical on all ranks and for any number of
+    """Return the metrics over all rows of the reader. They are identical on all ranks and for any number of
     ranks.
 
-    Samples are weighted if the data has weights, and grouped if it has groups. `logit_shift` is added to the logits.
-    Raises MesetaError if a segment is not a single-valued feature.
+    Samples are weighted if the data has weights, and grouped if it has groups. `logit_shift` corrects the logits.
+    Raises MesetaError if a segment is not a single-valued feature, or the rows have no labels.
     """
     config = config or MetricsConfig()
-    reader.dataset.check_has_labels()
+    if isinstance(reader, BatchReader):
+        reader.dataset.check_has_labels()
+    elif not reader.dataset.has_labels:
+        raise MesetaError("new rows: they have no labels, so they cannot be evaluated; use `meseta predict`")
     check_segments(reader.dataset, config.segments)
     windows, outside = TaskWindows(reader.dataset.labels, MetricWindow), OutOfRangeIds()
     # A rank may have no batches.
     keys = {feature: [np.empty(0, np.int64)] for feature in config.segments}
-    with track_activity(f"evaluating the {reader.split} split"):
+    with track_activity(
+        f"evaluating the {reader.split} split" if isinstance(reader, BatchReader) else "evaluating new rows"
+    ):
         for logits, batch in predict(model, reader, world, logit_shift, outside):
             label_mask = _to_numpy(batch.label_mask)
             windows.add(

@@ -23,7 +23,7 @@ from meseta.data.read.options import ReaderOptions
 from meseta.pipeline.losses import Model
 from meseta.spec import MesetaError
 from meseta.system.files import move, sync
-from meseta.train.evaluate import gather_windows, predict
+from meseta.train.evaluate import LogitShift, gather_windows, predict
 from meseta.train.interop.output_tables import LABEL, PREDICTION, ROW, CsvWriter, OutputColumns, open_table_writer
 from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
@@ -37,7 +37,7 @@ def write_predictions(
     world: World,
     out: Path,
     keys: Sequence[str] = (),
-    logit_shift: float = 0.0,
+    logit_shift: LogitShift = 0.0,
     windows: TaskWindows[MetricWindow] | None = None,
     columns: OutputColumns = _ALL_COLUMNS,
 ) -> int:
@@ -55,7 +55,7 @@ def write_predictions(
         world: Ranks of the run.
         out: File to write.
         keys: Dataset columns to copy. Raw rows have the keys that they were opened with instead.
-        logit_shift: Value added to the logits.
+        logit_shift: Correction of the logits.
         windows: Windows that also receive this rank's predictions, if the rows have labels.
         columns: Selection, order and names of columns. `keys` must include `columns.keys`. Group and time are omitted
             unless they are selected.
@@ -104,7 +104,7 @@ def write_raw_predictions(
     batches: NewBatches,
     world: World,
     out: Path,
-    logit_shift: float = 0.0,
+    logit_shift: LogitShift = 0.0,
     columns: OutputColumns = _ALL_COLUMNS,
 ) -> PredictionSummary:
     """Write predictions of raw rows, see `write_predictions`. Return a summary that is equal on all ranks."""

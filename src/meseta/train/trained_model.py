@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import with_vocabulary_digests
+from meseta.data.dataset.statistics import UnseenValues
 from meseta.data.prepare.new_rows import NewRows
 from meseta.data.read.batch import Batch
 from meseta.data.read.batch_reader import BatchReader
@@ -32,8 +34,9 @@ from meseta.spec.tiers import DISK, OFFLOADED_TIERS
 from meseta.system.files import path_exists
 from meseta.system.remote import Location
 from meseta.telemetry.metrics import validation_split
+from meseta.train.averages.runs import Averaged, PredictionSums, check_averaged, check_same_labels
 from meseta.train.dataset_checks import check_same_encoding, open_dataset
-from meseta.train.evaluate import Evaluation, evaluate, logit_shift, predict
+from meseta.train.evaluate import Evaluation, LogitShift, evaluate, logit_shift, predict
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
@@ -43,6 +46,16 @@ from meseta.train.setup.specs import bfloat16_note
 from meseta.train.state import restore
 
 ReaderT = TypeVar("ReaderT", BatchReader, NewBatches)
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """Run whose predictions have been added to the sums of a `TrainedModel`."""
+
+    path: Path
+    step: int
+    unseen: UnseenValues | None
+    """Values of raw rows that its training did not see. `None` for a split."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +69,32 @@ class TrainedModel(Generic[ReaderT]):
     """Number of training steps of the checkpoint."""
     config: RunConfig
     """Config of the run, with a plan for these ranks."""
+    sums: PredictionSums | None = None
+    """Sums of the predictions of other runs, or `None` for one run."""
+    others: tuple[OtherRun, ...] = ()
 
     @property
     def logit_shift(self) -> float:
         """Value to add to logits if the model was trained on a sample of the negatives."""
         return logit_shift(self.config)
 
+    @property
+    def correction(self) -> LogitShift:
+        """`logit_shift`, with the average over several runs."""
+        shift, sums = self.logit_shift, self.sums
+        if sums is None:
+            return shift
+        return lambda logits: sums.average(logits + logits.dtype.type(shift))
+
     def predict(self) -> Iterator[tuple[NDArray[Any], Batch]]:
         """Yield (logits [B] or [B, T], batch) for this rank's slice of each global batch, in the order of the rows."""
-        return predict(self.model, self.reader, self.world, self.logit_shift)
+        return predict(self.model, self.reader, self.world, self.correction)
 
-    def evaluate(self: TrainedModel[BatchReader], segments: Sequence[str] = ()) -> Evaluation:
+    def evaluate(self, segments: Sequence[str] = ()) -> Evaluation:
         """Return the metrics over all rows. Empty `segments` means those of the run. See `meseta.train.evaluate`."""
         config = self.config.metrics
         config = config.model_copy(update={"segments": tuple(segments)}) if segments else config
-        return evaluate(self.model, self.reader, self.world, config, self.logit_shift)
+        return evaluate(self.model, self.reader, self.world, config, self.correction)
 
 
 @contextmanager
@@ -79,13 +103,23 @@ def open_trained(
     split: str,
     data: Path | None = None,
     *,
-    best: bool = False,
-    ignore_filter: bool = False,
-    storage_dir: Path | None = None,
+    more_runs: Sequence[Path] = (),
+    averaged: Averaged = "probability",
+    **options: Any,
 ) -> Iterator[TrainedModel[BatchReader]]:
-    """Context manager around the final model of a run and a reader of `split` for each rank. See `load_trained`."""
-    with session(RunDir(run_dir).load_config()) as world:
-        yield load_trained(run_dir, split, world, data, best=best, ignore_filter=ignore_filter, storage_dir=storage_dir)
+    """Context manager around the final model of a run and a reader of `split` for each rank.
+
+    Predictions are averaged with those of `more_runs`. `run_dir` determines the rows and the metrics. `options` are
+    `best`, `ignore_filter` and `storage_dir` of `load_trained`.
+    Raises MesetaError as `load_trained` does, or if runs differ in their labels.
+    """
+
+    def load(path: Path, world: World, rows_of: RunConfig | None) -> TrainedModel[BatchReader]:
+        return load_trained(path, split, world, data, rows_of=rows_of, **options)
+
+    runs = [run_dir, *more_runs]
+    with session(RunDir(run_dir).load_config()) as world, _open_average(runs, averaged, load, world) as trained:
+        yield trained
 
 
 @contextmanager
@@ -93,16 +127,73 @@ def open_for_raw_rows(
     run_dir: Path,
     patterns: Sequence[str],
     *,
+    more_runs: Sequence[Path] = (),
+    averaged: Averaged = "probability",
     keys: Sequence[str] = (),
-    best: bool = False,
-    storage_dir: Path | None = None,
-    encoding: str | None = None,
-    allow_unseen: bool = False,
+    **options: Any,
 ) -> Iterator[TrainedModel[NewBatches]]:
-    """Context manager around `load_for_raw_rows`, on the ranks of this process."""
-    options: dict[str, Any] = {"keys": keys, "best": best, "storage_dir": storage_dir, "encoding": encoding}
-    with session(RunDir(run_dir).load_config()) as world:
-        yield load_for_raw_rows(run_dir, patterns, world, allow_unseen=allow_unseen, **options)
+    """Context manager around `load_for_raw_rows`, on the ranks of this process.
+
+    Predictions are averaged as by `open_trained`. Each run encodes all rows like its own training data.
+    """
+
+    def load(path: Path, world: World, rows_of: RunConfig | None) -> TrainedModel[NewBatches]:
+        copied = keys if rows_of is None else ()
+        return load_for_raw_rows(path, patterns, world, keys=copied, rows_of=rows_of, **options)
+
+    runs = [run_dir, *more_runs]
+    with session(RunDir(run_dir).load_config()) as world, _open_average(runs, averaged, load, world) as trained:
+        yield trained
+
+
+@contextmanager
+def _open_average(
+    run_dirs: Sequence[Path],
+    averaged: Averaged,
+    load: Callable[[Path, World, RunConfig | None], TrainedModel[ReaderT]],
+    world: World,
+) -> Iterator[TrainedModel[ReaderT]]:
+    """Context manager around the first run's model, with the sums of the others. One model is in memory at a time."""
+    check_averaged(averaged)
+    first, *others = run_dirs
+    if not others:
+        yield load(first, world, None)
+        return
+    _check_runs(run_dirs, world)
+    rows_of, added = RunDir(first).load_config(), list[OtherRun]()
+    with PredictionSums(averaged) as sums:
+        for run_dir in others:
+            trained = load(run_dir, world, rows_of)
+            try:
+                sums.add(trained.predict())
+            except MesetaError as error:
+                if error.rank is not None:  # The message starts with the rank.
+                    raise
+                # Errors of rows do not name the run that encodes them.
+                raise MesetaError(f"run {str(run_dir)!r}: {error}") from None
+            unseen = trained.reader.rows.unseen if isinstance(trained.reader, NewBatches) else None
+            added.append(OtherRun(run_dir, trained.step, unseen))
+            del trained
+            gc.collect()  # Models have reference cycles.
+        yield replace(load(first, world, None), sums=sums, others=tuple(added))
+
+
+def _check_runs(run_dirs: Sequence[Path], world: World) -> None:
+    problem: Exception | None = None
+    try:
+        if len({path.resolve() for path in run_dirs}) < len(run_dirs):
+            raise MesetaError(
+                f"average: a run is given twice among {', '.join(repr(str(path)) for path in run_dirs)}; name each once"
+            )
+        datasets = {}
+        for path in run_dirs:
+            run = RunDir(path)
+            config = run.load_config()
+            datasets[path] = _load_training_dataset(run, config).with_labels(config.data.labels)
+        check_same_labels(datasets)
+    except (MesetaError, OSError) as error:
+        problem = error
+    world.raise_on_all_ranks(problem)
 
 
 def load_model(run_dir: Path, world: World, *, best: bool = False) -> torch.nn.Module:
@@ -127,6 +218,7 @@ def load_trained(
     best: bool = False,
     ignore_filter: bool = False,
     storage_dir: Path | None = None,
+    rows_of: RunConfig | None = None,
 ) -> TrainedModel[BatchReader]:
     """Load the final checkpoint of a run, or the one of its best evaluation, with a reader of `split`.
 
@@ -142,9 +234,11 @@ def load_trained(
         best: Whether to load the checkpoint of the best evaluation.
         ignore_filter: Whether to ignore `data.filter`, so that predictions match all rows of the files.
         storage_dir: Folder for all tables in tier 'disk'. `None` keeps the tiers.
+        rows_of: Config of another run whose data, filter and batches are used. `None` means that of the run.
     """
     run = RunDir(run_dir)
     config, path = _find_checkpoint(run, best=best)
+    config = config if rows_of is None else _with_rows_of(config, rows_of)
     source = make_row_source(config.data, data)
     if ignore_filter and source.is_served:
         raise MesetaError(
@@ -152,7 +246,11 @@ def load_trained(
             "needs its files; pass their folder with --data DIR, or raw files with --data FILE"
         )
     dataset = open_dataset(config, world, data)
-    way_out = f"prepare them in one call with the sources of {str(make_row_source(config.data))!r}, as --test-files"
+    way_out = (
+        f"prepare them in one call with the sources of {str(make_row_source(config.data))!r}, as --test-files"
+        if rows_of is None
+        else "pass raw files with --data, which each run encodes itself"
+    )
     check_same_encoding(run, path, dataset, world, way_out)
     options = ReaderOptions(
         batch_size=config.train.eval_batch_size,
@@ -171,8 +269,8 @@ def load_for_raw_rows(
     keys: Sequence[str] = (),
     best: bool = False,
     storage_dir: Path | None = None,
-    encoding: str | None = None,
-    allow_unseen: bool = False,
+    rows_of: RunConfig | None = None,
+    **options: Any,
 ) -> TrainedModel[NewBatches]:
     """Load a checkpoint like `load_trained`, with a reader of raw files, which are encoded like the training data.
 
@@ -187,8 +285,9 @@ def load_for_raw_rows(
         keys: Columns of the files to copy, on rank 0.
         best: Whether to load the checkpoint of the best evaluation.
         storage_dir: Folder for all tables in tier 'disk'. `None` keeps the tiers.
-        encoding: Text encoding. `None` means that of the training files.
-        allow_unseen: Whether values new to the model are allowed.
+        rows_of: Config of another run whose batch size is used. `None` means that of the run.
+        options: `encoding`, the text encoding if it is not that of the training files, and `allow_unseen`, whether
+            values new to the model are allowed.
     """
     run = RunDir(run_dir)
     config, path = _find_checkpoint(run, best=best)
@@ -199,7 +298,7 @@ def load_for_raw_rows(
     rows, problem = None, None
     try:
         keys = keys if world.rank == 0 else ()
-        rows = NewRows(earlier, patterns, keys=keys, encoding=encoding, allow_unseen=allow_unseen)
+        rows = NewRows(earlier, patterns, keys=keys, **{"allow_unseen": False, **options})
     except MesetaError as error:
         problem = error
     world.raise_on_all_ranks(problem)
@@ -208,7 +307,7 @@ def load_for_raw_rows(
     batches = NewBatches(
         rows,
         rows.dataset.with_labels(config.data.labels),
-        config.train.eval_batch_size,
+        (rows_of or config).train.eval_batch_size,
         prefetch_batches=config.data.prefetch_batches,
         rank=world.rank,
         num_ranks=world.size,
@@ -223,6 +322,13 @@ def _find_checkpoint(run: RunDir, *, best: bool) -> tuple[RunConfig, Location]:
     if path is None:
         raise MesetaError(f"run {str(run.path)!r} has no checkpoint yet; train it first with `meseta train`")
     return config, path
+
+
+def _with_rows_of(config: RunConfig, other: RunConfig) -> RunConfig:
+    """Return `config` with the data, filter and batch size of another run."""
+    kept = {key: getattr(config.data, key) for key in ("labels", "negative_keep")}
+    train = config.train.model_copy(update={"eval_batch_size": other.train.eval_batch_size})
+    return config.model_copy(update={"data": other.data.model_copy(update=kept), "train": train})
 
 
 def _load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
