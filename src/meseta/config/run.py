@@ -65,6 +65,8 @@ class DataConfig(Section):
     """Folder written by `meseta prepare`. Set either this or data.service.url."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Labels of the dataset to learn; None: all. Most models predict one label."""
+    without: tuple[str, ...] = ()
+    """Features of the dataset that the model does not use. New rows may lack their columns."""
     shuffle: bool = True
     """Whether to shuffle training rows, by row group and inside windows. The order depends on the seed only."""
     shuffle_window_rows: PositiveInt = 262_144

@@ -351,7 +351,7 @@ def _check_same_data(trial: Trial, config: RunConfig) -> None:
         return
     try:
         before = Dataset.load(trial.run_dir)
-        now = make_row_source(config.data).dataset().with_labels(config.data.labels)
+        now = make_row_source(config.data).dataset().select(config.data.labels, config.data.without)
     except MesetaError:
         return  # Results of a finished sweep can be shown without the data.
     differs = encoding_difference(
