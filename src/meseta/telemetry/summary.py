@@ -178,6 +178,9 @@ class TrialEntry(Entry):
     settings: dict[str, Any]
     """Varied config keys and values."""
     value: float | None = None
+    """Metric by which trials are ranked."""
+    auc: float | None = None
+    logloss: float | None = None
     name: str = ""
     problem: str = ""
     """Reason of a failure."""

@@ -27,10 +27,11 @@ from meseta.system.files import parse_json, path_exists, read_if_exists, to_json
 from meseta.system.user_code import log_user_code
 from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.detail import CurrentDetail
-from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, VALID, validation_split
+from meseta.telemetry.metrics import HIGHER_IS_BETTER, METRICS, TEST, VALID, validation_split
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import TRIALS_FILE, RunSummary, TrialEntry, TrialsRecord, read_summary
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
+from meseta.train.search.choice import describe_trade_off, select_best, trial_entry
 from meseta.train.setup.source import make_row_source
 from meseta.train.trainer import Trainer
 
@@ -47,27 +48,30 @@ _RESULT_FILE = "evaluation.json"
 
 
 def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
-    """Return `config` with the learning rate of tables that has the best validation AUC in trials. Collective.
+    """Return `config` with the best learning rate of tables in trials by `train.early_stopping.metric`. Collective.
 
-    If the run in run_dir has begun, its rate is kept. Finished trials are not repeated. If no trial has an AUC, the
+    If the run in run_dir has begun, its rate is kept. Finished trials are not repeated. If no trial has the metric, the
     rate of `config` is kept.
     """
     previous_rate = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
     if previous_rate is not None:
         return _with_rate(config, previous_rate)
-    table = TrialTable([{"embedding.optimizer.lr": rate} for rate in CANDIDATE_RATES], "auc")
+    stopping = config.train.early_stopping
+    table = TrialTable([{"embedding.optimizer.lr": rate} for rate in CANDIDATE_RATES], stopping.metric)
     trials: list[TrialEntry] = []
     for number, rate in enumerate(CANDIDATE_RATES):
         evaluation = _run_trial(config, dataset, rate, world)
-        trials.append(TrialEntry(settings={"embedding.optimizer.lr": rate}, value=evaluation.auc))
+        trials.append(trial_entry({"embedding.optimizer.lr": rate}, evaluation, stopping.metric, stopping.task))
         if world.rank == 0:
-            table.print_row(number, evaluation.auc)
-    aucs = {number: trial.value for number, trial in enumerate(trials) if trial.value is not None}
-    selected = max(aucs, key=lambda number: aucs[number]) if aucs else None
+            table.print_row(number, trials[-1].value)
+    selected = select_best([trial.value for trial in trials], stopping.metric)
     best = config.embedding.optimizer.lr if selected is None else CANDIDATE_RATES[selected]
     if world.rank == 0 and not CurrentDetail.is_quiet():
-        print(f"chosen by the validation AUC: embedding.optimizer.lr={best:g}")
-    record = TrialsRecord(metric="auc", split=evaluation.split, selected=selected, trials=trials)
+        name = next((metric.name for metric in METRICS if metric.key == stopping.metric), stopping.metric)
+        print(f"chosen by the validation {name}: embedding.optimizer.lr={best:g}")
+        if note := describe_trade_off(trials, selected, stopping.metric):
+            print(note)
+    record = TrialsRecord(metric=stopping.metric, split=evaluation.split, selected=selected, trials=trials)
     world.run_on_rank_0(lambda: _finish_trials(config.run_dir, record))
     return _with_rate(config, best)
 
@@ -126,7 +130,7 @@ def _with_rate(config: RunConfig, rate: float) -> RunConfig:
 
 
 _FORMAT = "meseta.sweep/1"
-METRICS = ("ne", "auc", "logloss", "pr_auc")
+RANKING_METRICS = ("ne", "auc", "logloss", "pr_auc")
 """Metrics that trials can be ranked by."""
 DISTRIBUTIONS = ("uniform", "loguniform", "randint")
 _DISTRIBUTION_PATTERN = re.compile(rf"({'|'.join(DISTRIBUTIONS)})\(([^,()]+),([^,()]+)\)")
@@ -432,7 +436,7 @@ class TrialTable:
     """Table of trials on stdout, to which each finished trial adds a row. Prints nothing if the command is quiet."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], metric: str) -> None:
-        """Create the table of trials with `settings`, which all have the same keys, and a metric of METRICS."""
+        """Create the table of trials with `settings`, which all have the same keys, and a metric of evaluations."""
         self._cells = [
             [f"{number}/{len(settings)}", *map(str, trial.values())] for number, trial in enumerate(settings, start=1)
         ]
