@@ -215,6 +215,9 @@ class TrainConfig(Section):
     """Number of passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     """Weight of the loss of each label; labels without an entry have weight 1."""
+    search_budget: float = Field(default=4.0, ge=0)
+    """Cost of all trials with which `meseta train --data` searches settings, in units of the first one; 0: no search.
+    Settings of the config are not searched."""
     max_steps: PositiveInt | None = None
     """Number of steps after which training stops; None: after `epochs`."""
     log_every_steps: PositiveInt = 50

@@ -1,4 +1,4 @@
-"""Selection of the learning rate of tables by short trial runs, before the run itself."""
+"""Sweeps: one run per combination of settings, ranked by a metric."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 import yaml
 
-from meseta.comm import World
 from meseta.config import RunConfig, read_config_document, validate_document
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference
@@ -27,107 +25,9 @@ from meseta.system.files import parse_json, path_exists, read_if_exists, to_json
 from meseta.system.user_code import log_user_code
 from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.detail import CurrentDetail
-from meseta.telemetry.metrics import HIGHER_IS_BETTER, METRICS, TEST, VALID, validation_split
-from meseta.telemetry.metrics_file import EvalLine
-from meseta.telemetry.summary import TRIALS_FILE, RunSummary, TrialEntry, TrialsRecord, read_summary
-from meseta.train.run_dir import TRIALS_FOLDER, RunDir
-from meseta.train.search.choice import describe_trade_off, select_best, trial_entry
+from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, VALID, validation_split
+from meseta.telemetry.summary import RunSummary, TrialEntry, TrialsRecord, read_summary
 from meseta.train.setup.source import make_row_source
-from meseta.train.trainer import Trainer
-
-# The first update of a row has about the size of the rate. Small rates suit ids with a weak effect on the label, large
-# rates suit rare ids with a strong effect.
-CANDIDATE_RATES = (0.005, 0.015, 0.05, 0.15)
-"""Learning rates of row-wise Adagrad to try."""
-MAX_TRIAL_ROWS = 1_000_000
-"""Maximum number of training samples of a trial. On a smaller dataset, a trial ends when the validation metric fails to
-improve once."""
-
-# File in the folder of a finished trial with the evaluation that counts.
-_RESULT_FILE = "evaluation.json"
-
-
-def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
-    """Return `config` with the best learning rate of tables in trials by `train.early_stopping.metric`. Collective.
-
-    If the run in run_dir has begun, its rate is kept. Finished trials are not repeated. If no trial has the metric, the
-    rate of `config` is kept.
-    """
-    previous_rate = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
-    if previous_rate is not None:
-        return _with_rate(config, previous_rate)
-    stopping = config.train.early_stopping
-    table = TrialTable([{"embedding.optimizer.lr": rate} for rate in CANDIDATE_RATES], stopping.metric)
-    trials: list[TrialEntry] = []
-    for number, rate in enumerate(CANDIDATE_RATES):
-        evaluation = _run_trial(config, dataset, rate, world)
-        trials.append(trial_entry({"embedding.optimizer.lr": rate}, evaluation, stopping.metric, stopping.task))
-        if world.rank == 0:
-            table.print_row(number, trials[-1].value)
-    selected = select_best([trial.value for trial in trials], stopping.metric)
-    best = config.embedding.optimizer.lr if selected is None else CANDIDATE_RATES[selected]
-    if world.rank == 0 and not CurrentDetail.is_quiet():
-        name = next((metric.name for metric in METRICS if metric.key == stopping.metric), stopping.metric)
-        print(f"chosen by the validation {name}: embedding.optimizer.lr={best:g}")
-        if note := describe_trade_off(trials, selected, stopping.metric):
-            print(note)
-    record = TrialsRecord(metric=stopping.metric, split=evaluation.split, selected=selected, trials=trials)
-    world.run_on_rank_0(lambda: _finish_trials(config.run_dir, record))
-    return _with_rate(config, best)
-
-
-def _finish_trials(run_dir: Path, record: TrialsRecord) -> None:
-    RunDir(run_dir).write_json(TRIALS_FILE, record.to_dict())
-    shutil.rmtree(run_dir / TRIALS_FOLDER, ignore_errors=True)
-
-
-def _load_table_rate(run_dir: Path) -> float | None:
-    # A resumed run keeps the rate that it was started with.
-    run = RunDir(run_dir)
-    return run.load_config().embedding.optimizer.lr if run.has_begun else None
-
-
-def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> EvalLine:
-    """Return the validation metrics of a trial, the best ones if `train.finish` is 'best'. No checkpoints are saved."""
-    trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
-    evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
-    if evaluation is None:
-        trainer = Trainer(_trial_config(config, dataset, rate, trial.path), world, with_test=False)
-        evaluation = trainer.run_trial(best=config.train.finish == "best")
-        line = evaluation
-        world.run_on_rank_0(lambda: trial.write_json(_RESULT_FILE, line.to_dict()))
-    return evaluation
-
-
-def _load_result(trial: RunDir) -> EvalLine | None:
-    content = read_if_exists(trial.path / _RESULT_FILE)
-    try:
-        return None if content is None else EvalLine.model_validate(parse_json(content))
-    except ValueError:
-        return None
-
-
-def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Path) -> RunConfig:
-    epochs = MAX_TRIAL_ROWS / max(dataset.splits["train"].num_rows, 1)
-    document = _with_rate(config, rate).model_dump(mode="json")
-    # All trials need the same memory, so only the first one checks it.
-    document |= {
-        "run_dir": str(run_dir),
-        "checkpoint": None,
-        "check_memory": config.check_memory and rate == CANDIDATE_RATES[0],
-    }
-    document["train"] |= {"finish": "last", "epochs": min(config.train.epochs, math.ceil(epochs)), "loggers": ()}
-    if config.train.early_stopping.patience is not None:
-        document["train"]["early_stopping"]["patience"] = 1
-    if epochs < 1:
-        document["train"]["max_steps"] = math.ceil(MAX_TRIAL_ROWS / config.train.batch_size)
-    return validate_document(document)
-
-
-def _with_rate(config: RunConfig, rate: float) -> RunConfig:
-    optimizer = config.embedding.optimizer.model_copy(update={"lr": rate})
-    return config.model_copy(update={"embedding": config.embedding.model_copy(update={"optimizer": optimizer})})
-
 
 _FORMAT = "meseta.sweep/1"
 RANKING_METRICS = ("ne", "auc", "logloss", "pr_auc")
