@@ -46,6 +46,18 @@ def test_agrees_with_scikit_learn(rate: float) -> None:
     assert metrics.calibration == pytest.approx(sigmoid(logits).mean() / labels.mean(dtype=np.float64), rel=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_clamped_log_loss_clips_probabilities(scale: float, weighted: bool) -> None:
+    logits, labels = click_log(5_000)
+    logits *= np.float32(scale)
+    weights = np.random.default_rng(1).uniform(0.5, 2, 5_000) if weighted else None
+    clipped = np.clip(sigmoid(logits), 1e-7, 1 - 1e-7)
+    metrics = compute_metrics(logits, labels, weights)
+    assert metrics.logloss_clamped == pytest.approx(log_loss(labels, clipped, sample_weight=weights), rel=1e-9)
+    assert (metrics.logloss_clamped < metrics.logloss) == (scale > 1)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40))
 def test_auc_with_ties_counts_pairs(pairs: list[tuple[int, bool]]) -> None:

@@ -50,9 +50,10 @@ AverageOption = Annotated[
 
 def format_metrics(line: Mapping[str, Any]) -> str:
     """Format an entry of metrics.jsonl."""
+    clamped = line.get("logloss_clamped")  # Missing in lines of older versions.
     return (
         f"AUC {_format_metric(line['auc'])}  NE {_format_metric(line['ne'])}  logloss "
-        f"{_format_metric(line['logloss'])}  "
+        f"{_format_metric(line['logloss'])}{'' if clamped is None else f' (clamped {clamped:.4f})'}  "
         f"calibration {_format_metric(line['calibration'])}  ({line['num_samples']:,} samples)"
     )
 

@@ -171,7 +171,7 @@ def _load_tables(path: str) -> Sequence[TableSpec]:
     config = _read_config(path, [])
     if config is None:
         return load_workload(path).tables
-    return make_specs(config, make_row_source(config.data).dataset().with_labels(config.data.labels))[0]
+    return make_specs(config, make_row_source(config.data).dataset().select(config.data.labels, config.data.without))[0]
 
 
 def _infeasible_message(error: DoesNotFitError) -> str:

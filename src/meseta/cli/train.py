@@ -169,10 +169,10 @@ def train(
             if readers != "0":
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
             _launch_ranks(nproc, _current_max_restarts(max_restarts, restarts), min_nproc, settings)
-        tried_on = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said) if data else None
+        searched = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said) if data else None
         if data:
             settings = validate_document(document, config)
-        _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, tuning_dataset=tried_on)
+        _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, searched=searched)
 
 
 @contextmanager
@@ -230,19 +230,22 @@ def _launch_ranks(nproc: int, max_restarts: int, min_nproc: int | None, settings
         sys.exit(run_ranks(sys.argv[1:], nproc, settings.comm.time_limits, settings.run_dir))
 
 
-def _prepare_and_choose_settings(document: dict[str, Any], settings: RunConfig, **options: Any) -> Dataset | None:
-    """Prepare the dataset and choose missing settings. Returns the dataset if trial runs have to choose the learning
-    rate of the tables, else `None`."""
+def _prepare_and_choose_settings(
+    document: dict[str, Any], settings: RunConfig, **options: Any
+) -> tuple[Dataset, list[str]]:
+    """Prepare the dataset and choose missing settings. Return the dataset, and the keys that a search may decide."""
     from meseta.data import PrepareOptions
     from meseta.data.prepare import with_training_defaults
-    from meseta.train.interop.default_settings import can_tune_table_rate, choose_settings
+    from meseta.train.interop.default_settings import choose_settings, find_free_keys
+    from meseta.train.search.candidates import SEARCHED_KEYS
 
     assert settings.data.dir is not None  # Checked by `_choose_folders`.
     dataset = _ensure_prepared(with_training_defaults(PrepareOptions(out=settings.data.dir, **options)))
+    free = find_free_keys(document, SEARCHED_KEYS)
     chosen = choose_settings(document, dataset)
     if chosen and is_first_rank() and not CurrentDetail.is_quiet():
         _print_chosen(chosen, dataset)
-    return dataset if "embedding.optimizer.lr" in chosen and can_tune_table_rate(dataset) else None
+    return dataset, free
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
@@ -271,25 +274,25 @@ def _train(
     with_test: bool,
     profile: StepRange | bool,
     from_scratch: bool,
-    tuning_dataset: Dataset | None,
+    searched: tuple[Dataset, list[str]] | None,
 ) -> None:
     """Train a model to the end and print the result.
 
-    With `from_scratch`, an existing run is deleted first. With `tuning_dataset`, trial runs on it choose the learning
-    rate of the tables.
+    With `from_scratch`, an existing run is deleted first. With `searched`, trials on the dataset decide its keys.
     """
     from meseta.system.interruption import TrainingInterrupt
     from meseta.train.run_dir import clear_run
+    from meseta.train.search.search import search_settings
     from meseta.train.session import session
-    from meseta.train.sweep import choose_table_rate
     from meseta.train.trainer import Trainer
 
     try:
         with session(settings) as world:
             if from_scratch:
                 clear_run(settings, world)
-            if tuning_dataset is not None:
-                settings = choose_table_rate(settings, tuning_dataset, world)
+            if searched is not None:
+                dataset, keys = searched
+                settings = search_settings(settings, dataset, keys, world, continues=not profile)
             summary = Trainer(settings, world, with_test=with_test, profile=profile).run()
     except TrainingInterrupt as stopped:
         raise typer.Exit(stopped.exit_code) from None

@@ -65,6 +65,8 @@ class DataConfig(Section):
     """Folder written by `meseta prepare`. Set either this or data.service.url."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Labels of the dataset to learn; None: all. Most models predict one label."""
+    without: tuple[str, ...] = ()
+    """Features of the dataset that the model does not use. New rows may lack their columns."""
     shuffle: bool = True
     """Whether to shuffle training rows, by row group and inside windows. The order depends on the seed only."""
     shuffle_window_rows: PositiveInt = 262_144
@@ -213,6 +215,9 @@ class TrainConfig(Section):
     """Number of passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     """Weight of the loss of each label; labels without an entry have weight 1."""
+    search_budget: float = Field(default=4.0, ge=0)
+    """Cost of all trials with which `meseta train --data` searches settings, in units of the first one; 0: no search.
+    Settings of the config are not searched."""
     max_steps: PositiveInt | None = None
     """Number of steps after which training stops; None: after `epochs`."""
     log_every_steps: PositiveInt = 50

@@ -13,7 +13,7 @@ MAX_ROWS = 20
 
 
 def trials_table(record: TrialsRecord) -> str:
-    """Return a table of trials in the order of `record`. The best one is marked."""
+    """Return a table of trials in the order of `record`, and its decisions. The best one is marked."""
     metric = next((metric for metric in METRICS if metric.key == record.metric), None)
     name, decimals = (metric.name, metric.decimals) if metric else (record.metric, 4)
     keys = list(dict.fromkeys(key for trial in record.trials for key in trial.settings))
@@ -30,7 +30,8 @@ def trials_table(record: TrialsRecord) -> str:
     numeric = {len(header) - 1}
     header += ["problem"] * has_problem
     rows = [cells(index, trial) for index, trial in enumerate(record.trials)]
-    visible = table(header, rows[:MAX_ROWS], numeric, "compact trials")
+    decisions = tag("ul", *(tag("li", escape(decision)) for decision in record.decisions)) if record.decisions else ""
+    visible = table(header, rows[:MAX_ROWS], numeric, "compact trials") + decisions
     if len(rows) <= MAX_ROWS:
         return visible
     rest = table(header, rows[MAX_ROWS:], numeric, "compact trials")

@@ -34,6 +34,7 @@ class Metric:
 
 METRICS = (
     Metric(key="logloss", name="log loss", better_direction="lower", is_main=True),
+    Metric(key="logloss_clamped", name="clamped log loss", better_direction="lower"),
     Metric(key="ne", name="NE", better_direction="lower", is_main=True),
     Metric(key="auc", name="AUC", better_direction="higher", is_main=True),
     Metric(key="pr_auc", name="PR AUC", better_direction="higher"),

@@ -137,6 +137,8 @@ class EvalMetrics(Entry):
     num_positives: Count | None = None
     weight: float | None = None
     logloss: float | None = None
+    logloss_clamped: float | None = None
+    """Log loss with probabilities clipped to 1e-7. Missing in lines of older versions."""
     ne: float | None = None
     auc: float | None = None
     pr_auc: float | None = None

@@ -178,7 +178,27 @@ class TrialEntry(Entry):
     settings: dict[str, Any]
     """Varied config keys and values."""
     value: float | None = None
+    """Metric by which trials are ranked."""
+    auc: float | None = None
+    logloss: float | None = None
+    num_samples: Count | None = None
+    """Number of training samples, which may repeat."""
+    cost: float | None = None
+    """Training cost in units of one training, see `meseta.train.search`."""
     name: str = ""
+    problem: str = ""
+    """Reason of a failure."""
+
+
+class TrialResult(Entry):
+    """Evaluations of a trial so far."""
+
+    evaluations: tuple[EvalLine, ...] = ()
+    """Evaluations of the validation split, in order."""
+    num_samples: Count = 0
+    """Number of training samples, which may repeat."""
+    is_finished: bool = False
+    """Whether training has ended. A paused trial can continue."""
     problem: str = ""
     """Reason of a failure."""
 
@@ -191,6 +211,8 @@ class TrialsRecord(Entry):
     selected: Count | None = None
     """Index of the best trial."""
     trials: list[TrialEntry]
+    decisions: tuple[str, ...] = ()
+    """Decisions of a search with their evidence, in order."""
 
 
 class PackageVersions(Entry):

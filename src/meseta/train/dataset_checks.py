@@ -26,13 +26,15 @@ ENCODING_KEY = "encoding"
 
 
 def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> Dataset:
-    """Open the dataset of a config, or the folder `data`, with the labels of the config. Collective.
+    """Open the dataset of a config, or the folder `data`, with the labels and features of the config. Collective.
 
+    Only the dataset of a run without checkpoint must have the features of `data.without`.
     Raises MesetaError if it cannot be read, or, on all ranks, if they read different datasets.
     """
     source = make_row_source(config.data, data)
     dataset = world.broadcast_from_rank_0(source.dataset) if source.is_served else source.dataset()
-    dataset = dataset.with_labels(config.data.labels)
+    has_begun = bool(config.data.without) and world.broadcast_from_rank_0(lambda: RunDir(config.run_dir).has_begun)
+    dataset = dataset.select(config.data.labels, config.data.without, allow_missing=data is not None or has_begun)
     if world.size > 1:
         digests = world.all_gather_object(sha256(dataset.model_dump_json().encode()).hexdigest())
         for rank, digest in enumerate(digests):

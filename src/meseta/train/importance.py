@@ -80,7 +80,7 @@ def measure_importance(
         if not weights.sum() > 0:
             return None
         num_permutations = min(max(MAX_SCORED_ROWS // (len(columns) * num_rows), 1), MAX_PERMUTATIONS)
-        scorer = _Scorer(model, rows, reader.options.batch_size, world, logit_shift)
+        scorer = RowScorer(model, rows, reader.options.batch_size, world, logit_shift)
         for place, (_, kind, column) in enumerate(columns):
             for repeat in range(num_permutations):
                 # Every column has its own permutations, independent of other columns.
@@ -91,7 +91,7 @@ def measure_importance(
         if training_reader is not None and training_reader.num_rows:
             sample = sample_training_rows(training_reader, world)
             logits = score_logistic_regression(sample, rows, dataset.sparse, seed=seed)
-            logistic["logistic_logloss"] = float(_log_losses(logits + logit_shift, rows) @ weights / weights.sum())
+            logistic["logistic_logloss"] = float(log_losses(logits + logit_shift, rows) @ weights / weights.sum())
             logistic["num_logistic_rows"] = sample.batch_size
     labels = first_column(rows.label).double().numpy()
     total = float(weights.sum())
@@ -112,22 +112,45 @@ def measure_importance(
     )
 
 
-def _log_losses(logits: NDArray[np.float64], rows: Batch) -> NDArray[np.float64]:
+def log_losses(logits: NDArray[np.float64], rows: Batch) -> NDArray[np.float64]:
+    """Return the log losses [B] of logits [B] for the first label."""
     return np.logaddexp(0.0, logits) - first_column(rows.label).double().numpy() * logits
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Mean difference of two losses on the same rows, with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Convert to plain data, which are the arguments of the constructor."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.5f} (95 % interval {self.low:+.5f} to {self.high:+.5f})"
+
+
+def paired_difference(differences: NDArray[np.float64], weights: NDArray[np.float64]) -> PairedDifference:
+    """Return the weighted mean of differences [n] of rows, with its normal interval."""
+    total, num_used = weights.sum(), np.count_nonzero(weights)
+    mean = float(differences @ weights / total)
+    variance = float((weights**2) @ (differences - mean) ** 2) / total**2
+    half = _NORMAL_QUANTILE * (variance * num_used / max(num_used - 1, 1)) ** 0.5
+    return PairedDifference(mean, mean - half, mean + half)
 
 
 def _summarize_differences(
     name: str, kind: FeatureKind, differences: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> FeatureImportance:
-    total, num_used = weights.sum(), np.count_nonzero(weights)
-    mean = float(differences @ weights / total)
-    variance = float((weights**2) @ (differences - mean) ** 2) / total**2
-    half = _NORMAL_QUANTILE * (variance * num_used / max(num_used - 1, 1)) ** 0.5
-    return FeatureImportance(name=name, kind=kind, logloss=mean, low=mean - half, high=mean + half)
+    paired = paired_difference(differences, weights)
+    return FeatureImportance(name=name, kind=kind, logloss=paired.mean, low=paired.low, high=paired.high)
 
 
 @dataclass
-class _Scorer:
+class RowScorer:
     """Losses of this rank's slices of the rows, first unchanged and then with one permuted column each."""
 
     model: Model
@@ -168,7 +191,7 @@ class _Scorer:
                 with self._threads:
                     logits = score_batch(self.model, batch, self.world, self._outside)
                 first = logits.reshape(len(logits), -1)[:, 0].astype(np.float64) + self.logit_shift
-                losses.append(_log_losses(first, batch))
+                losses.append(log_losses(first, batch))
         return losses
 
     def gather_losses(self) -> NDArray[np.float64]:

@@ -148,6 +148,7 @@ class RateDrops:
 
 
 def _format_metrics(line: Line) -> str:
-    names = (("loss", "loss"), ("logloss", "logloss"), ("ne", "NE"), ("auc", "AUC"), ("calibration", "calibration"))
+    names = (("loss", "loss"), ("logloss", "logloss"), ("logloss_clamped", "(clamped)"), ("ne", "NE"), ("auc", "AUC"),
+             ("calibration", "calibration"))  # fmt: skip
     values = [(label, value) for key, label in names if (value := getattr(line, key, None)) is not None]
     return "  ".join(f"{label} {value:.4f}" for label, value in values)

@@ -52,7 +52,7 @@ from meseta.telemetry.timeline import TIMELINE_FILE
 from meseta.train.setup.source import make_row_source
 
 TRIALS_FOLDER = "trials"
-"""Folder of the trials before a run, see meseta.train.sweep."""
+"""Folder of the trials before a run, see meseta.train.search."""
 LOGGER_FILES = {"mlflow": "mlflow.json", "wandb": "wandb.json"}
 """Files with the id of the run in each logger, see meseta.train.interop.loggers."""
 

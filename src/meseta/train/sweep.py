@@ -1,4 +1,4 @@
-"""Selection of the learning rate of tables by short trial runs, before the run itself."""
+"""Sweeps: one run per combination of settings, ranked by a metric."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 import yaml
 
-from meseta.comm import World
 from meseta.config import RunConfig, read_config_document, validate_document
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, row_difference
@@ -28,105 +26,11 @@ from meseta.system.user_code import log_user_code
 from meseta.system.yaml_text import parse_yaml
 from meseta.telemetry.detail import CurrentDetail
 from meseta.telemetry.metrics import HIGHER_IS_BETTER, TEST, VALID, validation_split
-from meseta.telemetry.metrics_file import EvalLine
-from meseta.telemetry.summary import TRIALS_FILE, RunSummary, TrialEntry, TrialsRecord, read_summary
-from meseta.train.run_dir import TRIALS_FOLDER, RunDir
+from meseta.telemetry.summary import RunSummary, TrialEntry, TrialsRecord, read_summary
 from meseta.train.setup.source import make_row_source
-from meseta.train.trainer import Trainer
-
-# The first update of a row has about the size of the rate. Small rates suit ids with a weak effect on the label, large
-# rates suit rare ids with a strong effect.
-CANDIDATE_RATES = (0.005, 0.015, 0.05, 0.15)
-"""Learning rates of row-wise Adagrad to try."""
-MAX_TRIAL_ROWS = 1_000_000
-"""Maximum number of training samples of a trial. On a smaller dataset, a trial ends when the validation metric fails to
-improve once."""
-
-# File in the folder of a finished trial with the evaluation that counts.
-_RESULT_FILE = "evaluation.json"
-
-
-def choose_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
-    """Return `config` with the learning rate of tables that has the best validation AUC in trials. Collective.
-
-    If the run in run_dir has begun, its rate is kept. Finished trials are not repeated. If no trial has an AUC, the
-    rate of `config` is kept.
-    """
-    previous_rate = world.broadcast_from_rank_0(lambda: _load_table_rate(config.run_dir))
-    if previous_rate is not None:
-        return _with_rate(config, previous_rate)
-    table = TrialTable([{"embedding.optimizer.lr": rate} for rate in CANDIDATE_RATES], "auc")
-    trials: list[TrialEntry] = []
-    for number, rate in enumerate(CANDIDATE_RATES):
-        evaluation = _run_trial(config, dataset, rate, world)
-        trials.append(TrialEntry(settings={"embedding.optimizer.lr": rate}, value=evaluation.auc))
-        if world.rank == 0:
-            table.print_row(number, evaluation.auc)
-    aucs = {number: trial.value for number, trial in enumerate(trials) if trial.value is not None}
-    selected = max(aucs, key=lambda number: aucs[number]) if aucs else None
-    best = config.embedding.optimizer.lr if selected is None else CANDIDATE_RATES[selected]
-    if world.rank == 0 and not CurrentDetail.is_quiet():
-        print(f"chosen by the validation AUC: embedding.optimizer.lr={best:g}")
-    record = TrialsRecord(metric="auc", split=evaluation.split, selected=selected, trials=trials)
-    world.run_on_rank_0(lambda: _finish_trials(config.run_dir, record))
-    return _with_rate(config, best)
-
-
-def _finish_trials(run_dir: Path, record: TrialsRecord) -> None:
-    RunDir(run_dir).write_json(TRIALS_FILE, record.to_dict())
-    shutil.rmtree(run_dir / TRIALS_FOLDER, ignore_errors=True)
-
-
-def _load_table_rate(run_dir: Path) -> float | None:
-    # A resumed run keeps the rate that it was started with.
-    run = RunDir(run_dir)
-    return run.load_config().embedding.optimizer.lr if run.has_begun else None
-
-
-def _run_trial(config: RunConfig, dataset: Dataset, rate: float, world: World) -> EvalLine:
-    """Return the validation metrics of a trial, the best ones if `train.finish` is 'best'. No checkpoints are saved."""
-    trial = RunDir(config.run_dir / TRIALS_FOLDER / f"rate-{rate:g}")
-    evaluation = world.broadcast_from_rank_0(lambda: _load_result(trial))
-    if evaluation is None:
-        trainer = Trainer(_trial_config(config, dataset, rate, trial.path), world, with_test=False)
-        evaluation = trainer.run_trial(best=config.train.finish == "best")
-        line = evaluation
-        world.run_on_rank_0(lambda: trial.write_json(_RESULT_FILE, line.to_dict()))
-    return evaluation
-
-
-def _load_result(trial: RunDir) -> EvalLine | None:
-    content = read_if_exists(trial.path / _RESULT_FILE)
-    try:
-        return None if content is None else EvalLine.model_validate(parse_json(content))
-    except ValueError:
-        return None
-
-
-def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Path) -> RunConfig:
-    epochs = MAX_TRIAL_ROWS / max(dataset.splits["train"].num_rows, 1)
-    document = _with_rate(config, rate).model_dump(mode="json")
-    # All trials need the same memory, so only the first one checks it.
-    document |= {
-        "run_dir": str(run_dir),
-        "checkpoint": None,
-        "check_memory": config.check_memory and rate == CANDIDATE_RATES[0],
-    }
-    document["train"] |= {"finish": "last", "epochs": min(config.train.epochs, math.ceil(epochs)), "loggers": ()}
-    if config.train.early_stopping.patience is not None:
-        document["train"]["early_stopping"]["patience"] = 1
-    if epochs < 1:
-        document["train"]["max_steps"] = math.ceil(MAX_TRIAL_ROWS / config.train.batch_size)
-    return validate_document(document)
-
-
-def _with_rate(config: RunConfig, rate: float) -> RunConfig:
-    optimizer = config.embedding.optimizer.model_copy(update={"lr": rate})
-    return config.model_copy(update={"embedding": config.embedding.model_copy(update={"optimizer": optimizer})})
-
 
 _FORMAT = "meseta.sweep/1"
-METRICS = ("ne", "auc", "logloss", "pr_auc")
+RANKING_METRICS = ("ne", "auc", "logloss", "pr_auc")
 """Metrics that trials can be ranked by."""
 DISTRIBUTIONS = ("uniform", "loguniform", "randint")
 _DISTRIBUTION_PATTERN = re.compile(rf"({'|'.join(DISTRIBUTIONS)})\(([^,()]+),([^,()]+)\)")
@@ -351,7 +255,7 @@ def _check_same_data(trial: Trial, config: RunConfig) -> None:
         return
     try:
         before = Dataset.load(trial.run_dir)
-        now = make_row_source(config.data).dataset().with_labels(config.data.labels)
+        now = make_row_source(config.data).dataset().select(config.data.labels, config.data.without)
     except MesetaError:
         return  # Results of a finished sweep can be shown without the data.
     differs = encoding_difference(
@@ -432,7 +336,7 @@ class TrialTable:
     """Table of trials on stdout, to which each finished trial adds a row. Prints nothing if the command is quiet."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], metric: str) -> None:
-        """Create the table of trials with `settings`, which all have the same keys, and a metric of METRICS."""
+        """Create the table of trials with `settings`, which all have the same keys, and a metric of evaluations."""
         self._cells = [
             [f"{number}/{len(settings)}", *map(str, trial.values())] for number, trial in enumerate(settings, start=1)
         ]

@@ -20,6 +20,7 @@ from meseta.pipeline import StepResult
 from meseta.pipeline.losses import SkippedUpdate
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
+from meseta.telemetry.summary import TrialResult
 from meseta.train import resuming
 from meseta.train.background_metrics import BackgroundMetrics
 from meseta.train.dataset_checks import encoding_state, open_dataset
@@ -96,6 +97,8 @@ class Trainer:
             self.clock = TrainingClock()
             self.best_position: tuple[int, int] | None = None
             self._lr_factor = 1.0
+            # Evaluations of the validation split after which a trial pauses. `None` does not pause.
+            self._num_evaluations_left: int | None = None
             held.callback(self.run_dir.unlock)
             # Lock before reading, so that a refused run does not replace the running one at the dispatcher.
             self.world.run_on_rank_0(self.run_dir.lock)
@@ -149,20 +152,34 @@ class Trainer:
         with self._resources:
             return self._run().to_dict()
 
-    def run_trial(self, *, best: bool) -> EvalLine:
-        """Train to the end without saving the final weights. Return the best or last evaluation of the validation
-        split. Raises as `run` does."""
+    def run_trial(self, num_evaluations: int | None = None) -> TrialResult:
+        """Train until the validation split has been evaluated `num_evaluations` times in total, or to the end. Save the
+        weights, from which another call or `run` continues.
+
+        Raises as `run` does.
+        """
+        split = self.evaluation_tracker.split
+
+        def evaluations() -> list[EvalLine]:
+            return [line for line in self.run_dir.evaluations() if line.split == split]
+
         with self._resources:
             self.world.run_on_rank_0(self._prepare_run_dir)
+            if num_evaluations is not None:
+                made = self.world.broadcast_from_rank_0(lambda: len(evaluations()))
+                self._num_evaluations_left = num_evaluations - made
             with self._open_progress(trial=True) as progress:
                 with self.checkpoint_manager.signal_listener:
                     self._train(progress)
+                    if self.step > self.checkpoint_manager.saved_step:
+                        self._save()
+                    self.checkpoint_manager.wait()
                 if self.checkpoint_manager.is_stopping:
                     raise self.checkpoint_manager.make_interrupt()
-                line = self._get_evaluation(self.evaluation_tracker.split, progress)
-        step = self.early_stopping.best_step if best and self.early_stopping.best_step is not None else self.step
-        lines = self.world.broadcast_from_rank_0(lambda: self._logged_evaluations(self.evaluation_tracker.split, step))
-        return lines[0] if lines else line
+                if not self._is_paused:
+                    self._get_evaluation(split, progress)
+        lines = self.world.broadcast_from_rank_0(evaluations)
+        return TrialResult(evaluations=tuple(lines), num_samples=self.num_samples, is_finished=not self._is_paused)
 
     def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> None:
         """Write the first checkpoint of a run, as modified by `fill`, from which `run` resumes. Nothing is written if
@@ -265,7 +282,9 @@ class Trainer:
         with closing(
             self.pipeline.steps(batches, schedule=self._set_learning_rates, votes=self.checkpoint_manager.flags)
         ) as steps:
-            while self.step < self.num_steps and not (self._ends_early or self.checkpoint_manager.is_stopping):
+            while self.step < self.num_steps and not (
+                self._ends_early or self._is_paused or self.checkpoint_manager.is_stopping
+            ):
                 self.profiler.on_step(self.step, progress.print_line)
                 self._record(self._run_step(steps))
                 if drop := drops.poll(self.step, *self._learning_rates()):
@@ -294,6 +313,12 @@ class Trainer:
         if self._ends_early and self.step < self.num_steps:
             reason = self.early_stopping if self.early_stopping.should_stop else "a callback returned True"
             progress.print_line(f"stopped at step {self.step}: {reason}")
+
+    @property
+    def _is_paused(self) -> bool:
+        left = self._num_evaluations_left
+        is_over = self.step == self.num_steps or self._ends_early
+        return left is not None and left <= 0 and not is_over
 
     @property
     def _ends_early(self) -> bool:
@@ -394,6 +419,8 @@ class Trainer:
             num_samples_trained=num_samples,
         )
         self._write(line, progress)
+        if self._num_evaluations_left is not None:
+            self._num_evaluations_left -= split == self.evaluation_tracker.split
         self._track_evaluation(line)
         self.observers.wait("eval")
         return line
@@ -430,7 +457,7 @@ class Trainer:
             **self.evaluation_tracker.get_state(),
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.running_metrics.get_tensors()}
-        is_last = self.step == self.num_steps or self._ends_early
+        is_last = self.step == self.num_steps or self._ends_early or self._is_paused
         prefetched = self.pipeline.snapshot_prefetched()
         prefetched_tensors = None if prefetched is None else prefetched.to_tensors()
         self.checkpoint_manager.save(

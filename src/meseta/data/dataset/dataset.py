@@ -141,6 +141,8 @@ class Dataset(FrozenRecord):
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, if readers make the rows from the raw files, see `meseta.data.recipe`. `None` if the
     splits have Parquet files."""
+    without: tuple[ColumnName, ...] = ()
+    """Columns of the sources that are not features, because a config leaves them out (`data.without`)."""
     can_lack_labels: bool = Field(default=False, exclude=True)
     """Whether samples may lack labels that the counts of the splits do not show, as in new rows. Not stored in the
     file."""
@@ -216,6 +218,39 @@ class Dataset(FrozenRecord):
             for key, split in self.splits.items()
         }
         return self.model_copy(update={"labels": tuple(names), "splits": splits})
+
+    def select(self, labels: Sequence[str] | None, without: Sequence[str], *, allow_missing: bool = False) -> Dataset:
+        """Return a description with only `labels`, see `with_labels`, and without the features `without`.
+
+        Raises MesetaError if a name is not a label, a name in `without` is not a feature (unless `allow_missing` is
+        set), or no feature is left.
+        """
+        dataset = self.with_labels(labels)
+        if not without:
+            return dataset
+        left_out = {*without}
+        names = [*(feature.name for feature in self.dense), *(feature.name for feature in self.sparse)]
+        for name in () if allow_missing else without:
+            if name not in names and name not in self.without:
+                raise MesetaError(
+                    f"data.without: {name!r} is not a feature of dataset {str(self.dir)!r}; {suggest(name, names)}"
+                )
+        dense = tuple(feature for feature in self.dense if feature.name not in left_out)
+        sparse = tuple(feature for feature in self.sparse if feature.name not in left_out)
+        if self.sparse and not sparse:
+            raise MesetaError(
+                f"data.without: {', '.join(map(repr, without))} are all sparse features of dataset {str(self.dir)!r}; "
+                "keep one of them, or prepare the data with --ignore"
+            )
+        form = self.source_form
+        if form is not None:
+            columns = {
+                key: {name: value for name, value in getattr(form, key).items() if name not in left_out}
+                for key in ("separators", "weights")
+            }
+            form = form.model_copy(update=columns)
+        update = {"dense": dense, "sparse": sparse, "source_form": form}
+        return dataset.model_copy(update={**update, "without": tuple(sorted(left_out | {*self.without}))})
 
     @model_validator(mode="after")
     def _check(self) -> Dataset:
@@ -310,7 +345,11 @@ class Dataset(FrozenRecord):
         """Return plain data for JSON, which `from_dict` reads."""
         document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
         # Earlier versions refuse unknown keys, so newer keys are left out if they are empty.
-        parts = [(document, "num_unlabelled"), *((split, "known") for split in document["splits"].values())]
+        parts = [
+            (document, "num_unlabelled"),
+            (document, "without"),
+            *((split, "known") for split in document["splits"].values()),
+        ]
         parts += [(feature, "test_lookups") for feature in document["sparse"]]
         if self.source_form is not None:
             parts += [(document["source_form"], key) for key in ("label_rules", "whole_numbers", "number_format")]

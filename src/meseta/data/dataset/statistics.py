@@ -361,6 +361,7 @@ def read_touched(dataset: Dataset) -> dict[str, NDArray[np.uint8]]:
             f"dataset file {str(path)!r} cannot be read ({error_summary(error)})", remedy="prepare the dataset again"
         ) from None
     sizes = {feature.name: -(-feature.num_embeddings // 8) for feature in dataset.sparse if feature.encoding == "hash"}
+    bits = {name: one for name, one in bits.items() if name not in dataset.without}
     for name, one in bits.items():
         if one.size != sizes.get(name):
             raise MesetaError(

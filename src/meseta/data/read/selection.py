@@ -139,6 +139,8 @@ class RowFilter:
         if token.kind != "name":
             self._fail(f"expected a column, got {format_value(token.text)}", token.offset)
         column = self._columns.get(token.text)
+        if column is None and token.text in self._dataset.without:
+            self._fail(f"column {token.text!r} is left out by data.without; remove it from one of them", token.offset)
         if column is None:
             self._fail(
                 f"there is no column {format_value(token.text)}; {suggest(token.text, self._columns)}", token.offset

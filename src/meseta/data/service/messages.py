@@ -96,6 +96,8 @@ class RowOrder(Message):
     split: Name
     labels: tuple[Name, ...]
     """Labels of the dataset to read, in this order."""
+    without: tuple[Name, ...] = ()
+    """Features of the dataset that are not read."""
     shuffle: bool
     seed: int
     window_rows: Positive
@@ -104,7 +106,11 @@ class RowOrder(Message):
 
     @staticmethod
     def from_options(
-        description: DatasetDescription, split: str, labels: tuple[str, ...], options: ReaderOptions
+        description: DatasetDescription,
+        split: str,
+        labels: tuple[str, ...],
+        options: ReaderOptions,
+        without: tuple[str, ...] = (),
     ) -> RowOrder:
         """Return the rows and order that a reader with these options has."""
         return RowOrder(
@@ -112,6 +118,7 @@ class RowOrder(Message):
             digest=description.digest,
             split=split,
             labels=labels,
+            without=without,
             shuffle=options.shuffle,
             seed=options.seed,
             window_rows=options.window_rows,

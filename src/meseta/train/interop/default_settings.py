@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ MIN_BATCH_SIZE = 32
 MAX_EPOCHS = 20
 """Limit on epochs. Early stopping usually ends training earlier."""
 NUM_EPOCHS_WITHOUT_VALID = 2
-MIN_VALID_ROWS = 200
-"""Minimum number of validation rows to compare trials. With fewer rows the best trial would be chosen by chance."""
 MAX_ROWS_BETWEEN_EVALUATIONS = 1_000_000
 """Maximum number of training rows between evaluations. A large log is evaluated several times per epoch."""
 
@@ -35,7 +32,10 @@ _ALTERNATIVE_KEYS: Mapping[str, Sequence[str]] = {
     "train.epochs": ("train.max_steps",),
     "train.eval_every_epochs": ("train.eval_every_steps",),
     "embedding.init.scale": ("embedding.init",),
-    "embedding.optimizer.lr": ("embedding.optimizer.name",),
+    **dict.fromkeys(
+        ("embedding.optimizer.lr", "embedding.optimizer.initial_accumulator"), ("embedding.optimizer.name",)
+    ),
+    "dense.optimizer.lr": ("dense.optimizer.name",),
     **dict.fromkeys(("schedule.kind", "schedule.plateau_patience", "schedule.step_factor"), ("schedule",)),
 }
 
@@ -66,21 +66,20 @@ def choose_settings(document: dict[str, Any], dataset: Dataset) -> dict[str, Any
     """
     # DeepFM combines a linear model, all pairs of features and an MLP, so it suits data that needs any of the three.
     # benchmarks/bench_first_hour.py measures the metrics that these settings reach.
-    original = copy.deepcopy(document)
-    chosen = {
-        key: value
-        for key, value in _settings(dataset, get_value(original, "model.name")).items()
-        if all(get_value(original, other) is None for other in (key, *_ALTERNATIVE_KEYS.get(key, ())))
-    }
+    settings = _settings(dataset, get_value(document, "model.name"))
+    chosen = {key: settings[key] for key in find_free_keys(document, list(settings))}
     for key, value in chosen.items():
         set_default(document, key, value)
     return chosen
 
 
-def can_tune_table_rate(dataset: Dataset) -> bool:
-    """Whether there are tables, and enough validation rows to compare learning rates."""
-    has_valid = VALID in dataset.splits and dataset.splits[VALID].num_rows >= MIN_VALID_ROWS
-    return has_valid and _has_tables(dataset)
+def find_free_keys(document: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return the `keys` that a search may decide, because `document` has neither them nor another choice."""
+    return [
+        key
+        for key in keys
+        if all(get_value(document, other) is None for other in (key, *_ALTERNATIVE_KEYS.get(key, ())))
+    ]
 
 
 def _has_tables(dataset: Dataset) -> bool:

@@ -61,7 +61,7 @@ def load_dense_part(path: Location, run_dir: Path | None = None) -> tuple[DenseP
         run_dir = path.absolute().parent.parent
     run = RunDir(run_dir)
     config = run.load_config()
-    dataset = Dataset.load(run.path).with_labels(config.data.labels)
+    dataset = Dataset.load(run.path).select(config.data.labels, config.data.without, allow_missing=True)
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
     model = make_model(config.model, collection, len(dataset.dense), config.seed, labels=dataset.labels)

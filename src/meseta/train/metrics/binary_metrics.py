@@ -45,6 +45,8 @@ class Metrics:
     """Sum of the weights. Equals `num_samples` for unweighted samples."""
     logloss: float
     """Mean binary cross-entropy in nats. nan if there are no samples."""
+    logloss_clamped: float
+    """Log loss with probabilities clipped to `MIN_PROBABILITY`, as in many published results."""
     ne: float
     """Log loss divided by the entropy of the base rate. Below 1 is better than a constant prediction. nan if only one
     class is present."""
@@ -64,7 +66,9 @@ class Metrics:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for JSON. nan becomes `None`, because JSON has no nan. Metrics of groups are omitted if
         they are `None`."""
-        values = {name: getattr(self, name) for name in ("logloss", "ne", "auc", "pr_auc", "calibration")}
+        values = {
+            name: getattr(self, name) for name in ("logloss", "logloss_clamped", "ne", "auc", "pr_auc", "calibration")
+        }
         grouped = {"gauc": self.gauc, "ndcg": self.ndcg}
         return {
             "num_samples": self.num_samples,
@@ -109,6 +113,7 @@ def compute_all_metrics(unchecked: WeightedSamples, ndcg_k: int | None = None) -
         num_positives=len(ranking.positives),
         weight=weight * samples.scale,
         logloss=mean_loss,
+        logloss_clamped=math.fsum(b.clamped_loss for b in bins) / weight if bins else math.nan,
         ne=mean_loss / entropy if entropy > 0.0 else math.nan,
         auc=ranking.auc(),
         pr_auc=ranking.average_precision(),

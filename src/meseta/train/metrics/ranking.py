@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from meseta.train.metrics.samples import WeightedSamples, losses_and_predictions
 
+MIN_PROBABILITY = 1e-7
+"""Bound of the clamped log loss on the probability of a sample's label. One minus it is the other bound."""
+_CLAMPED_LOSSES = -math.log1p(-MIN_PROBABILITY), -math.log(MIN_PROBABILITY)
 _CHUNK_SAMPLES = 1 << 15  # The float64 temporaries of a chunk fit into the cache of a core.
 
 
@@ -22,6 +25,8 @@ class BinSums:
     """Sums over the samples of one bin. Weights are integers if all samples have the same weight."""
 
     loss: float
+    clamped_loss: float
+    """Sum of losses with probabilities clipped to `MIN_PROBABILITY`."""
     prediction: float
     positive_weight: int | float
     weight: int | float
@@ -156,19 +161,23 @@ def _class_samples(samples: WeightedSamples, label: int) -> _ClassSamples:
 
 
 def _bin_sums(positives: _ClassSamples, negatives: _ClassSamples) -> BinSums:
-    loss, prediction = 0.0, 0.0
+    loss, clamped_loss, prediction = 0.0, 0.0, 0.0
     for part, sign in ((positives, -1.0), (negatives, 1.0)):
         # The order of samples is fixed by sorting, and so is the sum in float64.
         for start in range(0, len(part), _CHUNK_SAMPLES):
             chunk = slice(start, start + _CHUNK_SAMPLES)
             losses, predictions = losses_and_predictions(part.scores[chunk], sign)
+            clamped = np.clip(losses, *_CLAMPED_LOSSES)
             if part.weights is not None:
                 losses *= part.weights[chunk]
+                clamped *= part.weights[chunk]
                 predictions *= part.weights[chunk]
             loss += float(losses.sum())
+            clamped_loss += float(clamped.sum())
             prediction += float(predictions.sum())
     return BinSums(
         loss=loss,
+        clamped_loss=clamped_loss,
         prediction=prediction,
         positive_weight=positives.weight,
         weight=positives.weight + negatives.weight,

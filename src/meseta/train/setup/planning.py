@@ -187,7 +187,7 @@ def find_run_plan(
     If a custom model cannot be built here, its dense part is omitted, with a note on the terminal.
     Raises MesetaError if the config does not fit its data, or no plan can be found.
     """
-    dataset = make_row_source(config.data).dataset().with_labels(config.data.labels)
+    dataset = make_row_source(config.data).dataset().select(config.data.labels, config.data.without)
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
     outline = None

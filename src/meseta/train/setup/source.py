@@ -114,7 +114,14 @@ class _ServiceSource(RowSource):
         reader, problem = None, None
         try:
             reader = ServedReader(
-                self._service, split, options, labels=dataset.labels, rank=world.rank, num_ranks=world.size, run=run
+                self._service,
+                split,
+                options,
+                labels=dataset.labels,
+                without=dataset.without,
+                rank=world.rank,
+                num_ranks=world.size,
+                run=run,
             )
             described = reader.dataset.model_copy(update={"dir": dataset.dir})
             if described != dataset:  # `dataset` was checked, so the readers must decode the same one.

@@ -60,11 +60,13 @@ class ServedReader(BatchReader):
         options: ReaderOptions,
         *,
         labels: tuple[str, ...] | None = None,
+        without: tuple[str, ...] = (),
         rank: int = 0,
         num_ranks: int = 1,
         run: RunAttempt | None = None,
     ) -> None:
-        """Connect to the dispatcher and count the rows. `labels` defaults to all labels, and `run` to a new run.
+        """Connect to the dispatcher and count the rows. `labels` defaults to all labels, and `run` to a new
+        run. Features of `without` are not read.
 
         Raises MesetaError if the rank is invalid, the keys cannot be used, or the dispatcher does not answer or refuses
         the request.
@@ -72,9 +74,10 @@ class ServedReader(BatchReader):
         check_rank(rank, num_ranks)
         self._dispatcher = service.dispatcher()
         description = self._dispatcher.describe(service.dataset)
-        dataset = dataset_from_description(description, service.url).with_labels(labels)
+        dataset = dataset_from_description(description, service.url)
+        dataset = dataset.select(labels, without, allow_missing=True)
         dataset.split(split)
-        row_order = RowOrder.from_options(description, split, dataset.labels, options)
+        row_order = RowOrder.from_options(description, split, dataset.labels, options, dataset.without)
         counts = self._dispatcher.count(CountRequest(rows=row_order))
         self._group_rows = counts.group_rows
         self._schema = record_batch_schema(dataset, counts.int64_features)

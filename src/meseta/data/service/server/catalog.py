@@ -42,7 +42,7 @@ def open_split(
     Raises MesetaError as `open_split_rows` does, and the error of `check`.
     """
     selection = RowSelection(dataset, condition=rows.filter, negative_keep=rows.negative_keep, seed=rows.seed)
-    labeled_dataset = dataset.with_labels(rows.labels)
+    labeled_dataset = dataset.select(rows.labels, rows.without, allow_missing=True)
     return open_split_rows(
         labeled_dataset, rows.split, selection, group_row_counts, shuffle=rows.shuffle, check_cancelled=check
     )

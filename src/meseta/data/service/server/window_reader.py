@@ -179,7 +179,7 @@ class WindowReader:
                 f"dataset {rows.dataset!r} in {str(dataset.dir)!r} has other row groups than that of the dispatcher; "
                 "copy it again"
             )
-        labeled_dataset = dataset.with_labels(rows.labels)
+        labeled_dataset = dataset.select(rows.labels, rows.without, allow_missing=True)
         return OpenSplit(labeled_dataset, files, record_batch_schema(labeled_dataset, counts.int64_features))
 
 

@@ -1,9 +1,7 @@
-"""Default settings of a run from raw files, and the learning rate of tables that trials select."""
+"""Default settings of a run from raw files."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meseta.comm import World
 from meseta.config import RunConfig, validate_document
 from meseta.config.models import MODEL_NAMES
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.models.registry import make_model
 from meseta.spec import FeatureSpec, TableSpec
-from meseta.train import sweep
-from meseta.train.interop.default_settings import MAX_EPOCHS, can_tune_table_rate, choose_settings
-from meseta.train.trainer import Trainer
+from meseta.train.interop.default_settings import MAX_EPOCHS, choose_settings
 
 ROWS = 1500
 
@@ -79,7 +74,6 @@ def test_nothing_is_tuned_without_a_validation_split(tmp_path: Path) -> None:
     chosen = config(dataset, tmp_path)
     assert chosen.train.epochs < MAX_EPOCHS and chosen.train.finish == "last"
     assert chosen.train.early_stopping.patience is None and chosen.schedule.kind == "constant"
-    assert not can_tune_table_rate(dataset)
 
 
 def test_several_labels_are_learned_together(tmp_path: Path) -> None:
@@ -96,55 +90,3 @@ def test_every_model_can_be_built_with_default_settings(tmp_path_factory: pytest
     tables = [TableSpec(name="a", num_embeddings=9, embedding_dim=chosen.model.table_width())]
     embeddings = EmbeddingBagCollection(tables, [FeatureSpec(name="a", table="a")])
     make_model(chosen.model, embeddings, num_dense=2, seed=0)
-
-
-@pytest.mark.parametrize(("noise", "effect", "is_small"), [(8, 0.5, True), (0, 2.0, False)])
-def test_the_rate_that_a_trial_finds_suits_the_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: int, effect: float, is_small: bool
-) -> None:
-    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (sweep.CANDIDATE_RATES[0], sweep.CANDIDATE_RATES[-1]))
-    dataset = prepared(tmp_path, noise=noise, effect=effect)
-    settings = config(dataset, tmp_path, train={"max_steps": 40})
-    rate = sweep.choose_table_rate(settings, dataset, World.single()).embedding.optimizer.lr
-    assert (rate <= 0.015) if is_small else (rate >= 0.05)
-    assert not (tmp_path / "run" / "trials").exists()
-    trials = json.loads((tmp_path / "run" / "trials.json").read_text())
-    assert (trials["metric"], trials["split"]) == ("auc", "valid")
-    best = max(trials["trials"], key=lambda trial: float(trial["value"]))
-    assert trials["trials"][trials["selected"]] == best and best["settings"] == {"embedding.optimizer.lr": rate}
-
-
-def test_a_started_run_keeps_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = prepared(tmp_path, noise=0, effect=2.0)
-    settings = config(dataset, tmp_path, train={"max_steps": 5})
-    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.02,))
-    tuned = sweep.choose_table_rate(settings, dataset, World.single())
-    Trainer(tuned, World.single()).run()
-    (tmp_path / "run" / "summary.json").unlink()
-    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.15,))
-    again = sweep.choose_table_rate(settings, dataset, World.single())
-    assert tuned.embedding.optimizer.lr == again.embedding.optimizer.lr == 0.02
-
-
-def test_interrupted_trials_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "CANDIDATE_RATES", (0.005, 0.05))
-    dataset = prepared(tmp_path, noise=2, effect=1)
-    settings = config(dataset, tmp_path, train={"max_steps": 8})
-    steps: list[int] = []
-    take, stop_at = Trainer._run_step, math.inf
-
-    def counted(self: Trainer, batch: Any) -> Any:
-        steps.append(self.step)
-        if len(steps) == stop_at:
-            raise KeyboardInterrupt
-        return take(self, batch)
-
-    monkeypatch.setattr(Trainer, "_run_step", counted)
-    whole = sweep.choose_table_rate(settings, dataset, World.single())
-    num_steps = len(steps)
-    steps.clear()
-    stop_at = num_steps - 4  # in the last trial, whose steps are repeated
-    with pytest.raises(KeyboardInterrupt):
-        sweep.choose_table_rate(settings, dataset, World.single())
-    assert sweep.choose_table_rate(settings, dataset, World.single()) == whole
-    assert len(steps) < num_steps + 8  # completed trials are not repeated

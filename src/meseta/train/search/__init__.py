@@ -1,0 +1,1 @@
+"""Choice of settings by trial runs, before or as the run itself."""

@@ -1,0 +1,202 @@
+"""Search of settings within a budget: its decisions, evidence, budget and resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from distributed.pool import RankPool
+from meseta.comm import World
+from meseta.config import RunConfig, validate_document
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.prepare import prepare
+from meseta.train.importance import paired_difference
+from meseta.train.interop.default_settings import choose_settings, find_free_keys
+from meseta.train.search.candidates import SEARCHED_KEYS, merge, scaled_rate
+from meseta.train.search.residuals import pair_statistic
+from meseta.train.search.search import search_settings
+from meseta.train.search.trial_runs import with_settings
+from meseta.train.trainer import Trainer
+from small_run import final_checksum, metrics, without_times
+
+NOISE = ("noise_id", "noise_number", "noise_tags")
+SHORT = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 2.0}}
+"""Settings with which a search takes a second."""
+
+
+def write_log(folder: Path, *, seed: int = 0, rows: int = 3000, valid: float = 0.2) -> Dataset:
+    """Prepare a log with useful and useless columns of all kinds."""
+    draw = np.random.default_rng(seed)
+    item, price, weak = draw.integers(0, 30, rows), draw.normal(0, 1, rows), draw.integers(0, 4, rows)
+    logits = -0.5 + draw.normal(0, 1, 30)[item] - 0.5 * price + np.array([-0.45, -0.15, 0.15, 0.45])[weak]
+    tags = draw.integers(0, 40, (rows, 2))
+    columns = {
+        "label": (draw.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.int64),
+        "item": [f"i{number}" for number in item],
+        "weak": [f"w{number}" for number in weak],
+        "noise_id": [f"n{number}" for number in draw.integers(0, 800, rows)],
+        "noise_tags": pa.array(tags.tolist(), pa.list_(pa.int64())),
+        "price": price,
+        "noise_number": draw.normal(0, 1, rows),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), folder / "log.parquet")
+    sources, sparse = [str(folder / "log.parquet")], ["item", "weak", "noise_id", "noise_tags"]
+    return prepare(PrepareOptions(sources=sources, out=folder / "data", sparse=sparse, valid_fraction=valid))
+
+
+def make_config(dataset: Dataset, run_dir: Path, **sections: Any) -> tuple[RunConfig, list[str]]:
+    """Return a config as `meseta train --data` makes it, and the keys that a search may decide."""
+    document = {"run_dir": str(run_dir), "data": {"dir": str(dataset.dir)}, "num_threads": 1, **deepcopy(sections)}
+    document |= {"report": {"importance": False}}
+    free = find_free_keys(document, SEARCHED_KEYS)
+    choose_settings(document, dataset)
+    return validate_document(document), free
+
+
+def read_trials(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "trials.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_log(tmp_path_factory.mktemp("search"))
+
+
+@pytest.fixture(scope="module")
+def searched(log: Dataset) -> tuple[RunConfig, Path]:
+    """Return the config that a search has chosen, and the folder of its run."""
+    run_dir = log.dir.parent / "whole"
+    config, free = make_config(log, run_dir, **SHORT)
+    return search_settings(config, log, free, World.single()), run_dir
+
+
+def test_noise_is_left_out_and_useful_columns_stay(searched: tuple[RunConfig, Path]) -> None:
+    config, run_dir = searched
+    assert set(config.data.without) == set(NOISE)
+    record = read_trials(run_dir)
+    assert any("noise_id" in decision for decision in record["decisions"])
+    spent = sum(trial["cost"] for trial in record["trials"])
+    assert record["trials"][0]["cost"] == 1 and 1 < spent <= 2.5
+    assert not (run_dir / "trials").exists()
+    chosen = record["trials"][record["selected"]]["settings"]
+    stored = with_settings(config, chosen)
+    assert stored == config  # The record has all values of the decisions.
+
+
+def test_the_winner_continues_and_equals_one_training(searched: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, run_dir = searched
+    steps_before = max(line["step"] for line in metrics(run_dir))
+    summary = Trainer(config, World.single()).run()
+    assert summary["num_steps"] >= steps_before > 0
+    alone = config.model_copy(update={"run_dir": tmp_path / "alone"})
+    assert Trainer(alone, World.single()).run()["valid"]["auc"] == summary["valid"]["auc"]
+    assert final_checksum(run_dir) == final_checksum(tmp_path / "alone")
+    assert without_times(metrics(run_dir)) == without_times(metrics(tmp_path / "alone"))
+
+
+def test_a_begun_run_keeps_its_decisions(searched: tuple[RunConfig, Path], log: Dataset) -> None:
+    config, run_dir = searched
+    again, free = make_config(log, run_dir, train={**SHORT["train"], "search_budget": 0})
+    decided = search_settings(again, log, free, World.single())
+    assert decided.model_copy(update={"train": config.train}) == config
+
+
+def test_keys_of_the_config_are_not_searched(log: Dataset, tmp_path: Path) -> None:
+    sections = {"model": {"name": "deepfm", "dropout": 0.1}, "embedding": {"optimizer": {"lr": 0.02}}}
+    _, free = make_config(log, tmp_path, data={"dir": str(log.dir), "without": ["weak"]}, **sections)
+    assert not {"data.without", "model.dropout", "embedding.optimizer.lr"} & set(free)
+    _, adam = make_config(log, tmp_path, embedding={"optimizer": {"name": "adam"}})
+    assert not any(key.startswith("embedding.optimizer") for key in adam)
+
+
+@pytest.mark.soak
+def test_interrupted_searches_resume(log: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    take, stop_at = Trainer._run_step, math.inf
+
+    def counted(self: Trainer, batch: Any) -> Any:
+        steps.append(self.step)
+        if len(steps) == stop_at:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    monkeypatch.setattr(Trainer, "_run_step", counted)
+    config, free = make_config(log, tmp_path / "whole", **SHORT)
+    whole = search_settings(config, log, free, World.single())
+    num_steps, stop_at = len(steps), math.inf
+    config, free = make_config(log, tmp_path / "interrupted", **SHORT)
+    steps.clear()
+    for share in (0.3, 0.8):
+        stop_at = round(share * num_steps)
+        with pytest.raises(KeyboardInterrupt):
+            search_settings(config, log, free, World.single())
+    stop_at = math.inf
+    resumed = search_settings(config, log, free, World.single())
+    assert resumed.model_copy(update={"run_dir": whole.run_dir}) == whole
+    assert read_trials(tmp_path / "whole") == read_trials(tmp_path / "interrupted")
+    assert len(steps) < 1.6 * num_steps
+
+
+def test_few_validation_rows_are_not_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = write_log(tmp_path, rows=600)
+    config, free = make_config(dataset, tmp_path / "run")
+    assert search_settings(config, dataset, free, World.single()) is config
+    num_valid = dataset.splits["valid"].num_rows
+    assert f"no search of settings: {num_valid} validation rows are fewer than 200" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pair_statistic_equals_all_pairs(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    ids, residuals = draw.integers(0, 9, 60), draw.normal(0, 1, 60)
+    same = (ids[:, None] == ids) & ~np.eye(60, dtype=bool)
+    products = np.where(same, np.outer(residuals, residuals), 0.0)
+    expected = products.sum() / math.sqrt(2 * (products**2).sum())
+    assert pair_statistic(ids, np.arange(60), residuals) == pytest.approx(expected, rel=1e-12)
+    assert pair_statistic(np.arange(60), np.arange(60), residuals) == 0.0
+
+
+def test_pair_statistic_is_standard_normal_without_association() -> None:
+    draw = np.random.default_rng(0)
+    values = [pair_statistic(draw.integers(0, 300, 900), np.arange(900), draw.normal(0, 1, 900)) for _ in range(400)]
+    assert abs(np.mean(values)) < 4 / 20 and 0.85 < np.std(values) < 1.15
+
+
+def test_paired_difference_is_that_of_scipy() -> None:
+    from scipy import stats
+
+    values = np.random.default_rng(0).normal(0.1, 1, 500)
+    paired = paired_difference(values, np.ones(500))
+    low, high = stats.norm.interval(0.95, loc=values.mean(), scale=stats.sem(values))
+    assert (paired.mean, paired.low, paired.high) == pytest.approx((values.mean(), low, high), rel=1e-6)
+
+
+def test_grid_and_merged_changes() -> None:
+    assert [scaled_rate(0.05, place) for place in (-2, -1, 0, 2)] == [0.005, 0.0158, 0.05, 0.5]
+    assert merge([{"a": 1}, {"a": 2, "b": 3}, {"c": 4}]) == {"a": 1, "c": 4}
+
+
+def search_on_ranks(document: dict[str, Any], dataset_dir: str, free: list[str]) -> dict[str, Any]:
+    config = search_settings(validate_document(document), Dataset.load(dataset_dir), free, World.current())
+    return config.model_dump(mode="json")
+
+
+@pytest.mark.soak
+def test_two_ranks_decide_together(log: Dataset, tmp_path: Path) -> None:
+    config, free = make_config(log, tmp_path / "run", **SHORT)
+    pool = RankPool(2)
+    try:
+        one, two = pool.run(search_on_ranks, config.model_dump(mode="json"), str(log.dir), free)
+    finally:
+        pool.close()
+    assert one == two and len(read_trials(tmp_path / "run")["trials"]) > 1
