@@ -4,8 +4,8 @@
 
 Each seed draws a log without a time effect and a log with a daily cycle, over 30 days. It trains on each with the
 features and without them, with the same validation rows. The test rows are the following day. The learning rate of the
-tables is fixed, which leaves out the trials of the command, and training takes three epochs. A seed always gives the same
-result.
+tables is fixed, which leaves out the trials of the command, and training takes three epochs. A seed always gives the
+same result.
 """
 
 import json

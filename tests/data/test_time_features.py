@@ -16,6 +16,7 @@ import pytest
 
 from data.click_log import read_split
 from data.recipe_cases import make_small
+from meseta.cli.prepare import column_options, run_prepare
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.dataset.encoding import DatasetEncoding
 from meseta.data.prepare import load_prepared, prepare, with_training_defaults
@@ -252,6 +253,27 @@ def test_valid_is_drawn_if_the_last_rows_are_few_or_equal(tmp_path: Path, case: 
     for split in ("train", "valid", "test"):
         one, other = (read_split(made.dir, split) for made in (dataset, drawn))
         assert one.drop(["timestamp"]).equals(other.drop(["timestamp"]))
+
+
+def test_the_rule_of_the_valid_split_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, num_rows in enumerate((3000, 1000)):
+        make_timed_log(tmp_path / f"log-{number}.csv", num_rows)
+        options = PrepareOptions(sources=[f"{tmp_path}/log-{number}.csv"], sparse=["row"], out=tmp_path / f"{number}")
+        dataset = run_prepare(with_training_defaults(options))
+        printed = capsys.readouterr().out
+        assert "timestamp.hour, timestamp.weekday, timestamp.age" in printed
+        if dataset.valid_from is None:
+            assert "valid rows are drawn at random" in printed and "fewer than 200" in printed
+        else:
+            moment = datetime.fromtimestamp(dataset.valid_from, UTC).strftime("%Y-%m-%d %H:%M:%S")
+            assert f"valid rows are the last 0.1 of the other rows by timestamp, from {moment} UTC on" in printed
+        assert (dataset.valid_from is None) == (num_rows == 1000)
+
+
+def test_options_of_the_command() -> None:
+    assert column_options(time_features=["none"]) == {"time_features": ()}
+    assert column_options(time_features=["a,b*", "c"]) == {"time_features": ["a", "b*", "c"]}
+    assert column_options(time_features=None) == {}
 
 
 def test_records_of_earlier_versions_keep_their_choices(tmp_path: Path) -> None:
