@@ -203,7 +203,8 @@ def test_roles_are_inferred_from_the_values_in_all_files(tmp_path: Path, kind: s
         table = [{"label": row % 2, "city": f"c {row % 5}"} for row in range(20)]
         (folder / f"part.{kind}").write_bytes(content(kind, table))
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/logs"], out=tmp_path / "out"))
-    assert layout.time == "date" and [column.name for column in layout.sparse] == ["city", "country", "hour"]
+    names = ["city", "country", "hour", "date.hour", "date.weekday"]
+    assert layout.time == "date" and [column.name for column in layout.sparse] == names
     assert layout.ignored == ("v",) and layout.reasons["v"].endswith("a folder, and the same for all files: '1'")
     options = {"test_after": "2026-02-11", "test_fraction": None}
     dataset = run(tmp_path, f"{tmp_path}/logs", **options)

@@ -143,7 +143,8 @@ def test_roles_are_inferred_and_printed(tmp_path: Path) -> None:
             "qid",
             "timestamp",
         )
-        assert (layout.feature_names, layout.ignored) == (["price"], ("conversion", "date"))
+        features = ["price", "timestamp.age", "timestamp.hour", "timestamp.weekday"]
+        assert (layout.feature_names, layout.ignored) == (features, ("conversion", "date"))
         assert "if it is a feature, put it under dense" in layout.reasons["sample_weight"]
         assert "in ms" in layout.reasons["timestamp"]
         assert "list both under labels" in layout.reasons["conversion"]

@@ -34,7 +34,7 @@ Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split, see `fit`."""
-COLUMN_OPTIONS = ("label", "time", "dense", "sparse", "multi_valued", "ignore")
+COLUMN_OPTIONS = ("label", "time", "time_features", "dense", "sparse", "multi_valued", "ignore")
 """Arguments of `fit` that name columns."""
 
 
@@ -43,6 +43,7 @@ def fit(
     label: str | Sequence[str] | None = None,
     *,
     time: str | None = None,
+    time_features: Sequence[str] | None = None,
     valid: HeldOut = None,
     test: HeldOut = None,
     schema: str | Path | None = None,
@@ -69,13 +70,15 @@ def fit(
         data: Files, or rows in memory.
         label: Columns of labels, as names or patterns. `None` finds the label by its name.
         time: Column of times. `None` finds it by its name.
+        time_features: Columns of times whose hour, weekday and age become features, as names or patterns. `None` means
+            the column of times. An empty list means no features.
         valid: Validation split, by which settings and the best weights are selected. It is one of:
             a number from 0 to below 1, the share of rows (0 means no split);
             the time at which the split begins: a larger number (s, ms, us or ns since 1970, by its size), a date, a
             datetime, or text in ISO 8601 such as "2026-01-31";
             a file, folder, URL or pattern, or a list of them, whose rows may also be in `data`;
             rows in memory, in any form of `data`.
-            `None` means 0.1.
+            `None` means 0.1, and the last rows if there is a column of times.
         test: Test split, in the same forms. By time, it follows the validation split. `None` means 0.1.
         schema: File that describes the columns, in place of the other arguments that name columns.
         dense: Numeric columns, as names or patterns.
@@ -93,7 +96,8 @@ def fit(
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    columns = dict(zip(COLUMN_OPTIONS, (label, time, dense, sparse, multi_valued, ignore), strict=True))
+    features = ["none"] if time_features is not None and not time_features else time_features
+    columns = dict(zip(COLUMN_OPTIONS, (label, time, features, dense, sparse, multi_valued, ignore), strict=True))
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
         arguments = ["train", str(spool / "config.yaml")]

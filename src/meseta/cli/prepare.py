@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,6 +125,14 @@ TimeColumnOption = Annotated[
         rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
+TimeFeaturesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Columns of times, or patterns, whose hour, weekday and age become features. none: no features.",
+        show_default="the column of --time",
+        rich_help_panel=_COLUMNS_PANEL,
+    ),
+]
 SchemaOption = Annotated[
     Path | None, typer.Option(help="YAML file with the types of all columns.", rich_help_panel=_COLUMNS_PANEL)
 ]
@@ -213,6 +222,7 @@ def prepare(
     multi_valued: MultiValuedOption = None,
     ignore: IgnoreOption = None,
     time_column: TimeColumnOption = None,
+    time_features: TimeFeaturesOption = None,
     schema: SchemaOption = None,
     encoding: EncodingOption = None,
     print_schema: _PrintSchemaOption = False,
@@ -248,7 +258,13 @@ def prepare(
         vocabulary=vocabulary,
         min_count=min_count,
         **column_options(
-            label=label, dense=dense, sparse=sparse, multi_valued=multi_valued, ignore=ignore, time=time_column
+            label=label,
+            dense=dense,
+            sparse=sparse,
+            multi_valued=multi_valued,
+            ignore=ignore,
+            time=time_column,
+            time_features=time_features,
         ),
         schema=schema,
         encoding=encoding,
@@ -330,7 +346,27 @@ def run_prepare(options: PrepareOptions, command: str = "the same command", *, i
         show = partial(print_layout, has_schema=options.schema is not None, is_random_split=by_chance, command=command)
         dataset = prepare(options, progress, None if CurrentDetail.is_quiet() else show)
     print_summary(dataset, options.out, time.perf_counter() - start_s, is_result=is_result)
+    if options.valid_by_time and dataset.time is not None and not CurrentDetail.is_quiet():
+        _print_valid_rule(dataset)
     return dataset
+
+
+def _print_valid_rule(dataset: Dataset) -> None:
+    """Print how the valid split was made that no option asked for."""
+    from meseta.data.prepare.survey import MIN_VALID_ROWS
+
+    if dataset.valid_from is not None:
+        since = (
+            datetime.fromtimestamp(dataset.valid_from, UTC)
+            .isoformat(sep=" ", timespec="seconds")
+            .removesuffix("+00:00")
+        )
+        rule = f"the last {dataset.valid_fraction:g} of the other rows by {dataset.time}, from {since} UTC on"
+    elif dataset.split_by is None:
+        rule = f"drawn at random, because rows at the end of {dataset.time} are equal or fewer than {MIN_VALID_ROWS}"
+    else:
+        return
+    typer.echo(f"  valid rows are {rule}; --valid-fraction draws them, --valid-after sets the time")
 
 
 def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:
@@ -359,7 +395,10 @@ _MULTI_VALUED_ENTRY = re.compile(r"[^,]*?=.(?=,|$)|[^,]+")
 
 
 def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
-    """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas."""
+    """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas.
+
+    The entry `none` alone means no features of times.
+    """
     names = {
         option: [
             name
@@ -370,7 +409,10 @@ def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
         if entries
     }
     # A single label is passed as a string.
-    return {option: parts[0] if option == "label" and len(parts) == 1 else parts for option, parts in names.items()}
+    options: dict[str, Any] = {
+        option: parts[0] if option == "label" and len(parts) == 1 else parts for option, parts in names.items()
+    }
+    return options | {"time_features": ()} if names.get("time_features") == ["none"] else options
 
 
 def _multi_valued_list(text: str) -> list[str]:
@@ -492,9 +534,9 @@ def print_layout(
     typer.echo("".join(f"  {line}\n" for line in format_schema(layout).splitlines()), nl=False)
     if not has_schema:
         typer.echo(
-            "to change column types, use --label, --dense, --sparse, --multi-valued, --ignore or --time with names or "
-            f"patterns, or a schema file: {command} with --print-schema > schema.yaml, edit it, then run with --schema "
-            "schema.yaml"
+            "to change column types, use --label, --dense, --sparse, --multi-valued, --ignore, --time or "
+            f"--time-features with names or patterns, or a schema file: {command} with --print-schema > schema.yaml, "
+            "edit it, then run with --schema schema.yaml"
         )
     if is_random_split and (layout.time is not None or layout.other_times):
         option = "" if layout.time is not None else f"--time {layout.other_times[0]} "

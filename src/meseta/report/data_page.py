@@ -36,7 +36,13 @@ def data_page(name: str, dataset: Dataset, description: DatasetSummary) -> str:
     return html_document(f"{name}: Meseta data", *body)
 
 
-_ENCODING_LABELS = {"hash": "hashed ids", "vocabulary": "vocabularies", "buckets": "buckets of numbers"}
+_ENCODING_LABELS = {
+    "hash": "hashed ids",
+    "vocabulary": "vocabularies",
+    "buckets": "buckets of numbers",
+    "hour": "hours",
+    "weekday": "weekdays",
+}
 
 
 def _header(name: str, dataset: Dataset) -> str:

@@ -17,6 +17,7 @@ _PART_NAMES = {
     "signed": "treatment of negative values",
     "mean": "mean",
     "std": "deviation",
+    "age": "period of the ages",
     "encoding": "encoding",
     "made_of": "columns that it is made of",
     "boundaries": "buckets",

@@ -32,6 +32,25 @@ class FrozenRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class TimeAge(FrozenRecord):
+    """Age of a row: the share of the training period that had passed at its time."""
+
+    column: str
+    """Raw column of times."""
+    origin: float = 0.0
+    """Time of the first training row, in seconds since 1970-01-01 UTC. Rows before it have age 0."""
+    last: float = 0.0
+    """Time of the last training row, in seconds since 1970-01-01 UTC. Rows after it have age 1."""
+
+    @property
+    def name(self) -> str:
+        """Name of the dense feature."""
+        return f"{self.column}.age"
+
+
+TimePart = Literal["hour", "weekday"]
+
+
 class DenseFeature(FrozenRecord):
     """Numeric input feature, standardized."""
 
@@ -45,6 +64,8 @@ class DenseFeature(FrozenRecord):
     """Mean of the logarithms over the training split."""
     std: float = Field(gt=0)
     """Standard deviation of the logarithms over the training split, or 1 for a constant feature."""
+    age: TimeAge | None = None
+    """Column and period of an age. `None` if the feature is a raw column."""
 
 
 class SparseStatistics(FrozenRecord):
@@ -84,11 +105,12 @@ class SparseEncoding(FrozenRecord):
     """Column of the Parquet files with ids (int32 or int64) or lists of ids."""
     num_embeddings: int = Field(ge=1, lt=1 << 53)
     """Number of rows of the embedding table. Ids are in 0..num_embeddings-1."""
-    encoding: Literal["hash", "vocabulary", "buckets"]
+    encoding: Literal["hash", "vocabulary", "buckets", "hour", "weekday"]
     """Rule that maps values to ids.
 
     'hash': the high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': the id in the vocabulary file.
     'buckets': 0 for a missing number, otherwise 1 + the number of boundaries that are less than or equal to it.
+    'hour': 0 for a missing time, otherwise 1 + the hour in UTC. 'weekday': 0 for a missing time, 1 for Monday in UTC.
     """
     multi_valued: bool = False
     weighted: bool = False

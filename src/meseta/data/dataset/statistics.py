@@ -404,7 +404,9 @@ MAX_CATEGORICAL_FEATURES, MAX_NUMERIC_FEATURES = (
 
 def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) -> None:
     """Raise MesetaError with the prefix `where` if dataset.json with these source `paths` could exceed JSON limits."""
-    num_dense, num_sparse, num_sources = len(layout.dense), len(layout.sparse), len(paths)
+    # An age takes up to twice as many values as another dense feature.
+    num_dense, num_sparse = len(layout.dense) + len(layout.ages), len(layout.sparse)
+    num_sources = len(paths)
     cuts = [column.buckets for column in layout.sparse if column.buckets]
     num_boundaries = sum(max(cut.num_quantiles or 0, len(cut.boundaries)) for cut in cuts)
     made_of = [name for column in layout.sparse for name in column.made_of]
@@ -431,8 +433,9 @@ def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) 
 def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, ...]:
     """Describe the dense features in the order of the layout."""
     columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
+    ages = {age.name: age for age in layout.ages}
     return tuple(
-        DenseFeature(name=name, fill=0.0, signed=layout.is_signed(name), mean=mean, std=std)
+        DenseFeature(name=name, fill=0.0, signed=layout.is_signed(name), mean=mean, std=std, age=ages.get(name))
         for name, mean, std in columns
     )
 
@@ -463,11 +466,11 @@ def make_source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
 
 def _describe(column: SparseColumn, tables: FeatureTables) -> SparseFeature:
     vocabulary, counter = tables.vocabularies.get(column.name), tables.test_lookups.get(column.name)
-    is_hashed = vocabulary is None and column.buckets is None
+    is_hashed = vocabulary is None and column.buckets is None and column.time_part is None
     return SparseFeature(
         name=column.name,
         num_embeddings=tables.num_embeddings[column.name],
-        encoding="buckets" if column.buckets else "vocabulary" if vocabulary else "hash",
+        encoding="buckets" if column.buckets else column.time_part or ("vocabulary" if vocabulary else "hash"),
         multi_valued=column.multi_valued,
         weighted=column.weighted,
         hash_seed=hex(tables.hash_seeds[column.name]) if is_hashed else None,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -193,7 +194,8 @@ def _infer_schema(
     }
     separators, reasons = resolve_separators(where, requested, texts)
     guesses |= {name: guesses[name]._replace(reason=reason) for name, reason in reasons.items()}
-    keys = {"weights": pairs, "multi_valued": separators}
+    keys: dict[str, Any] = {"weights": pairs, "multi_valued": separators}
+    keys["time_features"] = named.time_feature_columns(where, names, guesses)
     return schema_from_roles(labels, guesses, texts).model_copy(update=keys), guesses, texts
 
 
@@ -290,7 +292,7 @@ def _layout_from_schema(where: str, schema: pa.Schema, requested: Schema) -> Raw
             lambda kind: is_text(kind) or is_number(kind),
             "hold numbers or words, to be a label",
         ),
-        ([layout.time], lambda kind: is_timestamp_or_date(kind) or is_text(kind) or is_number(kind), "be a time"),
+        (layout.time_columns, lambda kind: is_timestamp_or_date(kind) or is_text(kind) or is_number(kind), "be a time"),
         ([layout.group], lambda kind: is_text(kind) or is_number(kind), "hold strings or integers"),
         (crossed, lambda kind: is_id(kind) or is_fractional(kind), "hold strings or whole numbers to be crossed"),
     ]
@@ -607,7 +609,8 @@ class Parquet(RawFormat):
             weight=layout.weight,
             group=layout.group,
             time=layout.time,
-            dense=list(layout.dense),
+            dense=list(layout.raw_dense),
+            time_features=[age.column for age in layout.ages],
             signed=list(layout.signed),
             categorical=[column.raw_column for column in plain],
             **({} if layout.number_format is None else asdict(layout.number_format)),

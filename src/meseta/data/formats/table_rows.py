@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from meseta.data.dataset.records import TimeAge, TimePart
 from meseta.data.formats.format import Block
 from meseta.data.formats.parquet_files import is_text
 from meseta.data.formats.partitions import Partition
@@ -39,6 +40,8 @@ CROSS_SEPARATOR = "\x1f"
 # (smallest absolute value, units per second) of numbers that are nano-, micro- and milliseconds. As seconds, the
 # smallest one would be after the year 5138.
 _TIME_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
+_FIRST_WEEKDAY = 3
+"""Weekday of 1970-01-01, a Thursday."""
 _INTEGER_PATTERN = r"^(0|-?[1-9][0-9]{0,17})$"
 _ZONED_PATTERN = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
 # (pattern, replacement) pairs of RE2, in which \10 is group 1 and a zero. They change dates with slashes and parts of
@@ -136,6 +139,26 @@ def bucket_rows(values: NDArray[np.float64], boundaries: Sequence[float]) -> pa.
     """Return int32 rows [n]: 0 for a missing value, otherwise 1 plus the number of boundaries <= value."""
     rows = np.searchsorted(np.array(boundaries, np.float64), values, side="right").astype(np.int32) + 1
     return pa.array(np.where(np.isnan(values), np.int32(0), rows))
+
+
+def time_part_rows(times: NDArray[np.float64], part: TimePart) -> pa.Array:
+    """Return int32 rows [n]: 0 for a missing time, otherwise 1 plus the hour (0 to 23) or weekday (Monday is 0) in UTC.
+
+    `times` [n] are seconds since 1970.
+    """
+    present = np.nan_to_num(times)
+    if part == "hour":
+        values = np.floor_divide(present, 3600) % 24
+    else:
+        values = (np.floor_divide(present, 86400) + _FIRST_WEEKDAY) % 7
+    return pa.array(np.where(np.isnan(times), 0, values + 1).astype(np.int32))
+
+
+def time_age(times: NDArray[np.float64], age: TimeAge) -> NDArray[np.float64]:
+    """Return the share of the training period that had passed at `times` [n], 0 to 1. NaN (missing) is unchanged."""
+    if age.last <= age.origin:
+        return np.where(np.isnan(times), np.nan, 0.0)
+    return np.clip((times - age.origin) / (age.last - age.origin), 0.0, 1.0)
 
 
 def cross_columns(columns: Sequence[pa.Array]) -> pa.Array:
@@ -264,16 +287,24 @@ def convert_rows(columns: BlockColumns, layout: RawLayout, block: Block) -> RawR
     """Convert and check the rows of a block. Raises MesetaError naming the file, the row or line, and the column."""
     if block.source.partition:
         columns = _PartitionedColumns(columns, block, layout)
-    dense = [_dense(columns, layout, name) for name in layout.dense]
+    times = {name: _time(columns, layout, name) for name in layout.time_columns}
+    ages = {age.name: (log_transform(time_age(times[age.column], age)), 0) for age in layout.ages}
+    dense = [ages[name] if name in ages else _dense(columns, layout, name) for name in layout.dense]
     return RawRows(
         labels=[_label(columns, layout, name) for name in layout.labels],
         dense=[logarithms for logarithms, _ in dense],
         num_non_finite=tuple(number for _, number in dense),
-        sparse=[_sparse(columns, layout, column, block.num_rows) for column in layout.sparse],
+        sparse=[
+            RawSparse(time_part_rows(times[column.raw_column], column.time_part))
+            if column.time_part is not None
+            else _sparse(columns, layout, column, block.num_rows)
+            for column in layout.sparse
+        ],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(_texts(columns, layout, layout.group)),
-        time=None if layout.time is None else _time(columns, layout, layout.time),
+        time=None if layout.time is None else times[layout.time],
         surveyed_values=[_read_finite(columns, name) for name in layout.surveyed_columns],
+        surveyed_times=[times[name].copy() for name in layout.surveyed_times],
     )
 
 

@@ -83,7 +83,8 @@ def infer_text_layout(
         for name, values in columns.items()
         if name in free
     }
-    schema = schema_from_roles(labels, guesses, columns).model_copy(update={"multi_valued": separators})
+    keys = {"multi_valued": separators, "time_features": named.time_feature_columns(where, free, guesses)}
+    schema = schema_from_roles(labels, guesses, columns).model_copy(update=keys)
     reasons = {**role_reasons(guesses), **list_reasons}
     if not has_names and not named.label:
         reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"

@@ -6,11 +6,12 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from meseta.data.dataset.dataset import Dataset, SourceForm
-from meseta.data.dataset.records import SparseFeature
+from meseta.data.dataset.records import SparseFeature, TimeAge, TimePart
 from meseta.data.dataset.vocabulary import load_vocabulary
 from meseta.data.formats.encodings import UTF_8
 from meseta.data.formats.format import Source
@@ -21,7 +22,7 @@ from meseta.data.prepare.encode import Encoder, Splitter
 from meseta.data.prepare.sources import find_sources
 from meseta.data.prepare.write import RowFinalizer
 from meseta.data.schema.find_layout import check_features
-from meseta.data.schema.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.schema.layout import NO_CATEGORY, NUM_TIME_PARTS, BucketRule, RawLayout, SparseColumn
 from meseta.errors import duplicates, join_names
 from meseta.spec import MesetaError
 
@@ -49,6 +50,7 @@ def layout_from_dataset(dataset: Dataset) -> RawLayout:
         labels=_label_columns(where, dataset),
         label_rules=form.label_rules if form else (),
         dense=tuple(column.name for column in dataset.dense),
+        ages=_ages(where, dataset),
         signed=tuple(column.name for column in dataset.dense if column.signed),
         sparse=tuple(_sparse_column(where, feature, form) for feature in dataset.sparse),
         whole_numbers=form.whole_numbers if form else (),
@@ -74,6 +76,14 @@ def layout_from_dataset(dataset: Dataset) -> RawLayout:
 _PREPARE_AGAIN = "prepare the dataset again"
 
 
+def _ages(where: str, dataset: Dataset) -> tuple[TimeAge, ...]:
+    ages = {feature.name: feature.age for feature in dataset.dense if feature.age is not None}
+    for name, age in ages.items():
+        if name != age.name:
+            raise MesetaError(f"{where}: the age of column {age.column!r} is called {name!r}; {_PREPARE_AGAIN}")
+    return tuple(ages.values())
+
+
 def _label_columns(where: str, dataset: Dataset) -> tuple[str, ...]:
     """Return the names of all labels, even if the description was reduced to some of them."""
     labels: tuple[str, ...] = (dataset.label_source,) if dataset.label_source is not None else dataset.labels
@@ -95,6 +105,11 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
         if feature.num_embeddings != len(boundaries) + 2 or feature.multi_valued:
             raise MesetaError(f"{where}: {len(boundaries)} boundaries of {name!r} make another table; {_PREPARE_AGAIN}")
         return SparseColumn(name=name, buckets=BucketRule(column=made_of[0], boundaries=boundaries))
+    if feature.encoding in NUM_TIME_PARTS:
+        part = cast(TimePart, feature.encoding)
+        if len(made_of) != 1 or feature.multi_valued or feature.num_embeddings != NUM_TIME_PARTS[part] + 1:
+            raise MesetaError(f"{where}: {part}s of {name!r} must be of one column; {_PREPARE_AGAIN}")
+        return SparseColumn(name=name, column=made_of[0], time_part=part)
     if len(made_of) > 1:
         return SparseColumn(name=name, cross=made_of)
     if name == NO_CATEGORY.name and feature.multi_valued and not feature.statistics.num_lookups:

@@ -44,6 +44,9 @@ class Splitter:
     """First second of the test split. `None` if it is unknown yet, or if there is no such split by time."""
     valid_from: float | None = None
     """First second of the valid split. `None` if it is unknown yet, or if there is no such split by time."""
+    is_valid_by_time: bool = False
+    """Whether the valid split are the last rows that another rule leaves out of the test split. Rows without a time are
+    not among them."""
 
     def assign_splits(self, block: Block, first_global_row: int, rows: RawRows) -> NDArray[np.int8]:
         """Return TRAIN, VALID or TEST for each row [n] of a block. `first_global_row` is its first row in all sources.
@@ -60,11 +63,15 @@ class Splitter:
         if self.by == "group":
             assert rows.group is not None
             return self._by_word(random_words(rows.group, self.seed, _GROUPS_KEY))
-        return self._by_number(block, first_global_row)
+        splits = self._by_number(block, first_global_row)
+        if self.is_valid_by_time and self.valid_from is not None:
+            assert rows.time is not None
+            splits[(splits == TRAIN) & (rows.time >= self.valid_from)] = VALID
+        return splits
 
     def assign_splits_by_number(self, block: Block, first_global_row: int) -> NDArray[np.int8] | None:
         """Return the splits of `assign_splits` if row numbers alone decide them, or `None` otherwise."""
-        is_drawn = block.source.split == "both" and self.by is None
+        is_drawn = block.source.split == "both" and self.by is None and not self.is_valid_by_time
         return self._by_number(block, first_global_row) if is_drawn else None
 
     def check_order(self) -> None:
@@ -90,7 +97,8 @@ class Splitter:
     def _by_word(self, words: NDArray[np.uint64]) -> NDArray[np.int8]:
         # Test rows have the smallest words and valid rows the next ones. The test split is then the same with and
         # without a valid split.
-        test, valid = (int(share * 2**64) for share in (self.test_fraction, self.valid_fraction))
+        valid_fraction = 0.0 if self.is_valid_by_time else self.valid_fraction
+        test, valid = (int(share * 2**64) for share in (self.test_fraction, valid_fraction))
         splits = np.full(words.size, TRAIN, np.int8)
         for limit, place in ((test + valid, VALID), (test, TEST)):
             # A limit of 2**64 does not fit into uint64.
@@ -154,7 +162,7 @@ class Encoder:
     @property
     def fixed_num_rows(self) -> dict[str, int]:
         """Number of table rows of each sparse feature without a vocabulary."""
-        cut = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_row_ids}
+        cut = {column.name: column.num_row_ids for column in self.layout.sparse if column.has_row_ids}
         return {**cut, **self.hash_rows}
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:

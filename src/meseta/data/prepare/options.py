@@ -41,6 +41,9 @@ class PrepareOptions:
     valid_after: str | None = None
     """Time (a number, or ISO 8601) at which the valid split starts. It implies split_by 'time', and the test split
     follows."""
+    valid_by_time: bool = False
+    """Whether the valid share are the last of the rows outside the test split, if there is a column of times and
+    `split_by` is `None`. The share is drawn if this gives fewer than 200 rows."""
     split_by: str | None = None
     """Rule for splits that are shares. `None` draws rows by `seed`. 'group' draws whole groups by `seed`. 'time' uses
     the last rows as test split and the rows before them as valid split."""
@@ -69,8 +72,11 @@ class PrepareOptions:
     time: Sequence[str] = ()
     """Column of CSV and Parquet with the times by which `test_after` and `valid_after` split. Empty finds it by its
     name."""
+    time_features: Sequence[str] | None = None
+    """Columns of times, as names or patterns, whose hour, weekday and age become features. `None` selects the column
+    of the time. Empty means no features."""
     schema: Path | None = None
-    """File that describes the columns, in place of the six options above. It cannot be used with TSV."""
+    """File that describes the columns, in place of the seven options above. It cannot be used with TSV."""
     encoding: str | None = None
     """Encoding of the text, as a Python codec name. `None` means that of the schema, of a byte order mark, or UTF-8."""
     bad_rows: str = "error"
@@ -90,8 +96,8 @@ class PrepareOptions:
         self._check_split_by()
         if self.schema is not None and self.named_columns:
             raise MesetaError(
-                "prepare: --schema cannot be used with --label, --dense, --sparse, --multi-valued, --ignore or --time; "
-                "use either the schema or these options"
+                "prepare: --schema cannot be used with --label, --dense, --sparse, --multi-valued, --ignore, --time or "
+                "--time-features; use either the schema or these options"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -119,6 +125,7 @@ class PrepareOptions:
             multi_valued=self.multi_valued,
             ignore=self.ignore,
             time=self.time,
+            time_features=self.time_features,
         )
 
     def _check_shares(self) -> None:

@@ -202,4 +202,5 @@ def splitter_from_dataset(dataset: Dataset) -> Splitter:
         by=dataset.split_by,
         test_from=dataset.test_from,
         valid_from=dataset.valid_from,
+        is_valid_by_time=dataset.split_by is None and dataset.valid_from is not None,
     )

@@ -157,8 +157,13 @@ def prepare(
                 )
                 survey = _load_or_make_survey(surveyor, staging)
                 encoder = Encoder(
-                    layout.with_boundaries(survey.boundaries),
-                    replace(splitter, test_from=survey.test_from, valid_from=survey.valid_from),
+                    layout.with_survey(survey.boundaries, survey.periods),
+                    replace(
+                        splitter,
+                        test_from=survey.test_from,
+                        valid_from=survey.valid_from,
+                        is_valid_by_time=splitter.is_valid_by_time and survey.valid_from is not None,
+                    ),
                     hash_seeds={column.name: feature_seed(column.name, options.seed) for column in layout.sparse},
                     hash_rows=hash_rows,
                 )
@@ -173,7 +178,8 @@ def prepare(
 def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
     """Return the options that `meseta train --data` uses: a vocabulary and, unless an option defines it, a valid split.
 
-    If `options.out` was prepared already, its choices of vocabulary and valid split are kept.
+    The valid split are the last rows if there is a column of times. If `options.out` was prepared already, its choices
+    of vocabulary, valid split and features of times are kept.
     """
     record = load_record(options.out)
     former = {} if record is None else record["options"]
@@ -182,11 +188,15 @@ def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
         min_count = former.get("min_count")
         least = min_count if isinstance(min_count, int) and min_count >= 1 else DEFAULT_MIN_COUNT
         options = replace(options, vocabulary=True, min_count=least)
+    # Earlier versions made no features of times.
+    if record is not None and "time_features" not in former and options.time_features is None:
+        options = replace(options, time_features=())
     if options.valid_fraction is not None or options.split_rule("valid"):
         return options
     if record is not None and former.get("valid_fraction") is None:
         return options
-    return replace(options, valid_fraction=DEFAULT_VALID_FRACTION)
+    by_time = options.split_by is None and (record is None or bool(former.get("valid_by_time")))
+    return replace(options, valid_fraction=DEFAULT_VALID_FRACTION, valid_by_time=by_time)
 
 
 def load_prepared(options: PrepareOptions) -> Dataset | None:
@@ -255,6 +265,7 @@ def _make_splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
         by=by,
         test_from=_parse_time("--test-after", options.test_after),
         valid_from=_parse_time("--valid-after", options.valid_after),
+        is_valid_by_time=options.valid_by_time and by is None and layout.time is not None,
     )
     splitter.check_order()
     return splitter

@@ -37,7 +37,9 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
     chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _IRRELEVANT_OPTIONS}
     chosen["valid_fraction"] = options.valid_fraction or None  # Both mean that there is no valid split.
     # Earlier versions did not have these options, so their records agree if the option is not used.
-    for name in ("recipe_only", "encoding", "multi_valued"):
+    if options.schema is None and options.time_features is None:
+        chosen["time_features"] = "the time"
+    for name in ("recipe_only", "encoding", "multi_valued", "valid_by_time", "time_features"):
         if not chosen[name]:
             del chosen[name]
     if options.schema is not None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meseta.data.dataset.queues import run_in_order
 from meseta.data.formats.bad_rows import parse_good_rows
 from meseta.data.formats.format import Block, ScanProgress, Source, read_blocks
-from meseta.data.prepare.encode import NO_SPLIT, TRAIN, Splitter
+from meseta.data.prepare.encode import NO_SPLIT, TEST, TRAIN, VALID, Splitter
 from meseta.data.schema.layout import RawLayout, RawRows
 from meseta.spec import MesetaError
 
@@ -76,6 +76,8 @@ def _from_sort_keys(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 _CHUNK_ROWS = 1 << 20
+MIN_VALID_ROWS = 200
+"""Minimum number of rows of a valid split by time that no option asks for."""
 
 _ParsedPart = tuple[RawRows, NDArray[np.int8]]
 """Parsed rows with their splits, as far as these are known."""
@@ -91,6 +93,8 @@ class Survey:
     """First second of the valid split, since 1970-01-01 UTC. `None` unless rows are split by time."""
     boundaries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Bucket boundaries of each column that is divided by its quantiles."""
+    periods: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Times of the first and the last training row, for each column whose ages are features."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,7 +102,8 @@ class Survey:
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> Survey:
         boundaries = {name: tuple(values) for name, values in document["boundaries"].items()}
-        return Survey(**{**document, "boundaries": boundaries})
+        periods = {name: (first, last) for name, (first, last) in document.get("periods", {}).items()}
+        return Survey(**{**document, "boundaries": boundaries, "periods": periods})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +126,7 @@ class Surveyor:
     def _needs_split_times(self) -> bool:
         s = self.splitter
         shares = ((s.test_fraction, s.test_from), (s.valid_fraction, s.valid_from))
-        return s.by == "time" and any(share > 0 and first is None for share, first in shares)
+        return s.is_valid_by_time or (s.by == "time" and any(share > 0 and first is None for share, first in shares))
 
     @property
     def _quantile_counts(self) -> dict[str, int]:
@@ -130,10 +135,13 @@ class Surveyor:
 
     @property
     def is_unnecessary(self) -> bool:
-        return not (self._quantile_counts or self._needs_split_times)
+        return not (self._quantile_counts or self._needs_split_times or self.layout.ages)
 
     def survey(self) -> Survey:
         """Read the sources once, unless the survey is unnecessary, and return the results.
+
+        If a valid split by time would have fewer than MIN_VALID_ROWS rows, it is drawn instead, and the sources are
+        read again.
 
         Raises MesetaError if times are too equal to be split, or if a column has no value in the training rows.
         """
@@ -142,15 +150,21 @@ class Surveyor:
             return Survey(test_from=self.splitter.test_from, valid_from=self.splitter.valid_from)
         self._read(self._reduced_layout(list(quantile_counts)))
         splitter = self._resolve_split_times() if self._needs_split_times else self.splitter
+        if self.splitter.is_valid_by_time and not splitter.is_valid_by_time:
+            return replace(self, splitter=splitter).survey()
         ends = [first for first in (splitter.valid_from, splitter.test_from) if first is not None]
         train_until = min(ends) if self._needs_split_times and ends else None
         boundaries = {
             column: self._quantiles(column, place, number, train_until)
             for place, (column, number) in enumerate(quantile_counts.items())
         }
-        for path in [self._path("time"), *(self._path(place) for place in range(len(quantile_counts)))]:
-            path.unlink(missing_ok=True)
-        return Survey(test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries)
+        columns = [age.column for age in self.layout.ages]
+        periods = {column: self._find_period(f"time-{place}", train_until) for place, column in enumerate(columns)}
+        for name in ["time", *range(len(quantile_counts)), *(f"time-{place}" for place in range(len(columns)))]:
+            self._path(name).unlink(missing_ok=True)
+        return Survey(
+            test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries, periods=periods
+        )
 
     def _reduced_layout(self, columns: Sequence[str]) -> RawLayout:
         several = self.layout.labels if len(self.layout.labels) > 1 else ()
@@ -162,8 +176,9 @@ class Surveyor:
             whole_numbers=self.layout.whole_numbers,
             number_format=self.layout.number_format,
             group=self.layout.group if self.splitter.by == "group" else None,
-            time=self.layout.time if self.splitter.by == "time" else None,
+            time=self.layout.time if self.splitter.by == "time" or self.splitter.is_valid_by_time else None,
             surveyed_columns=tuple(columns),
+            surveyed_times=tuple(age.column for age in self.layout.ages),
         )
 
     def _path(self, name: str | int) -> Path:
@@ -174,16 +189,17 @@ class Surveyor:
         total_bytes, done_bytes = sum(source.size_bytes for source in self.sources), dict.fromkeys(self.sources, 0)
         num_rows = 0
         with ExitStack() as stack:
-            files = [stack.enter_context(self._path(place).open("wb")) for place in range(len(layout.surveyed_columns))]
+            names = [*range(len(layout.surveyed_columns)), *(f"time-{i}" for i in range(len(layout.surveyed_times)))]
+            files = [stack.enter_context(self._path(name).open("wb")) for name in names]
             times = stack.enter_context(self._path("time").open("wb"))
             for block, parts in run_in_order(self.pool, self._jobs(layout), self.num_threads + 1):
                 for rows, split in parts:
-                    for file, numbers in zip(files, rows.surveyed_values, strict=True):
+                    for file, numbers in zip(files, [*rows.surveyed_values, *rows.surveyed_times], strict=True):
                         # Only training rows count, and NaN is ignored.
                         numbers[split != TRAIN] = np.nan
                         numbers.tofile(file)
                     if rows.time is not None:  # Files with a fixed split do not count.
-                        counts = split != NO_SPLIT if block.source.split == "both" else np.False_
+                        counts = np.isin(split, self._timed_splits) if block.source.split == "both" else np.False_
                         time = np.where(counts, rows.time, np.nan)
                         time.tofile(times)
                 num_rows += block.num_rows
@@ -191,7 +207,7 @@ class Surveyor:
                 self.on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
 
     def _jobs(self, layout: RawLayout) -> Iterator[Callable[[], tuple[Block, list[_ParsedPart]]]]:
-        whole = self.layout.with_boundaries(dict.fromkeys(self._quantile_counts, (0.0,)))
+        whole = self.layout.with_survey(dict.fromkeys(self._quantile_counts, (0.0,)), {})
 
         def parse(block: Block, first_row: int) -> _ParsedPart:
             rows = block.source.format.parse(block, layout)
@@ -221,8 +237,44 @@ class Surveyor:
             while (chunk := np.fromfile(file, np.float64, _CHUNK_ROWS)).size:
                 yield chunk
 
+    def _read_training(self, name: str | int, train_until: float | None) -> Iterator[NDArray[np.float64]]:
+        """Yield the numbers of training rows: those before `train_until`, or all if it is `None`. Others may be NaN."""
+        if train_until is None:
+            yield from self._read_chunks(name)
+            return
+        for numbers, times in zip(self._read_chunks(name), self._read_chunks("time"), strict=True):
+            yield np.where(times >= train_until, np.nan, numbers)
+
+    @property
+    def _timed_splits(self) -> tuple[int, ...]:
+        """Splits whose rows count for shares by time."""
+        return (TRAIN,) if self.splitter.is_valid_by_time else (TRAIN, VALID, TEST)
+
+    def _find_period(self, name: str, train_until: float | None) -> tuple[float, float]:
+        """Return the first and the last time of the training rows, or zeros if none has a time."""
+        first, last = np.inf, -np.inf
+        for times in self._read_training(name, train_until):
+            if not np.isnan(times).all():
+                first, last = min(first, np.nanmin(times)), max(last, np.nanmax(times))
+        return (float(first), float(last)) if first <= last else (0.0, 0.0)
+
+    def _resolve_valid_by_time(self) -> Splitter:
+        """Return the splitter with the start of a valid split of the last rows, or with a drawn valid split."""
+        splitter = self.splitter
+        drawn = replace(splitter, is_valid_by_time=False)
+        try:
+            valid_from = self._find_split_start("valid", splitter.valid_fraction, None)
+        except MesetaError:  # Too many rows have the same time.
+            return drawn
+        if valid_from is None:
+            return drawn
+        num_rows = sum(int(np.count_nonzero(times >= valid_from)) for times in self._read_chunks("time"))
+        return drawn if num_rows < MIN_VALID_ROWS else replace(splitter, valid_from=valid_from)
+
     def _resolve_split_times(self) -> Splitter:
         splitter = self.splitter
+        if splitter.is_valid_by_time:
+            return self._resolve_valid_by_time()
         if splitter.test_from is None:
             splitter = replace(splitter, test_from=self._find_split_start("test", splitter.test_fraction, None))
         if splitter.valid_from is None:
@@ -266,13 +318,7 @@ class Surveyor:
         Only training rows count: those before `train_until`, or all numbers except NaN if it is `None`.
         """
 
-        def training() -> Iterator[NDArray[np.float64]]:
-            if train_until is None:
-                yield from self._read_chunks(place)
-                return
-            for numbers, times in zip(self._read_chunks(place), self._read_chunks("time"), strict=True):
-                yield np.where(times >= train_until, np.nan, numbers)
-
+        training = partial(self._read_training, place, train_until)
         count = count_numbers(training)
         if not count:
             raise MesetaError(f"prepare: column {column!r} has no value in the training rows; remove its buckets")

@@ -35,7 +35,9 @@ def find_layout(
     Raises MesetaError if a file has other columns, a column is missing or has a wrong type, a name cannot be the name
     of a table, or the columns are too many for one dataset.
     """
-    asked = ColumnRequest(named_columns=named or NamedColumns(), schema=schema, skip_bad_rows=skip_bad)
+    asked = ColumnRequest(
+        named_columns=NamedColumns() if named is None else named, schema=schema, skip_bad_rows=skip_bad
+    )
     if on_scan is not None:
         asked = replace(asked, on_scan=on_scan)
     where = f"source {str(sources[0].path)!r}"

@@ -215,8 +215,12 @@ def infer_numeric_role(name: str, values: Sequence[float]) -> ColumnRole | None:
 def infer_time_role(name: str, shown: str) -> ColumnRole:
     """Return the role of a column of times. `shown` is appended to "a time" in the reason."""
     if name.lower() in TIME_NAMES:
-        return ColumnRole("time", f"a time{shown}; only for splits", is_time=True)
-    return ColumnRole("ignore", f"a time{shown}; --time {name} makes it the one that splits go by", is_time=True)
+        return ColumnRole("time", f"a time{shown}", is_time=True)
+    return ColumnRole(
+        "ignore",
+        f"a time{shown}; --time {name} splits by it, --time-features {name} makes features of it",
+        is_time=True,
+    )
 
 
 def are_times(texts: Iterable[str]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.dataset.records import LabelRule
+from meseta.data.dataset.records import LabelRule, TimeAge, TimePart
 from meseta.data.schema.text_syntax import NumberFormat
 
 
@@ -44,6 +44,8 @@ class RawRows:
     """Times [n] in seconds since 1970-01-01 UTC. NaN if missing."""
     surveyed_values: list[NDArray[np.float64]] = field(default_factory=list)
     """Raw numbers [n] of each surveyed column. NaN if missing."""
+    surveyed_times: list[NDArray[np.float64]] = field(default_factory=list)
+    """Times [n] of each surveyed column of times, in seconds since 1970-01-01 UTC. NaN if missing."""
     num_non_finite: tuple[int, ...] = ()
     """Number of inf and NaN values in each dense feature, which count as missing. Empty if there are none."""
 
@@ -119,6 +121,10 @@ class BucketRule:
         return len(self.boundaries) + 2
 
 
+NUM_TIME_PARTS: Mapping[TimePart, int] = {"hour": 24, "weekday": 7}
+"""Number of values of each part of a time. Row 0 of its table is for missing times."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SparseColumn:
     """Sparse feature made from a raw column, from the buckets of a column, or from a cross of columns."""
@@ -140,11 +146,20 @@ class SparseColumn:
     """Raw column, if the feature has another name."""
     is_empty: bool = False
     """Whether no sample has a value, as in NO_CATEGORY."""
+    time_part: TimePart | None = None
+    """Part of the time in `column` that is the category. `None` for other features."""
 
     @property
     def has_row_ids(self) -> bool:
         """Whether the values are table rows already, and are neither hashed nor looked up."""
-        return self.is_empty or self.buckets is not None
+        return self.is_empty or self.buckets is not None or self.time_part is not None
+
+    @property
+    def num_row_ids(self) -> int:
+        """Number of table rows of a feature whose values are table rows."""
+        if self.time_part is not None:
+            return NUM_TIME_PARTS[self.time_part] + 1
+        return self.buckets.num_rows if self.buckets else 1
 
     @property
     def raw_column(self) -> str:
@@ -177,7 +192,7 @@ class RawLayout:
     labels: tuple[str, ...]
     """Names of the labels. A label without a rule is a raw column."""
     dense: tuple[str, ...]
-    """Names of the dense features, which are raw columns."""
+    """Names of the dense features. They are raw columns, except those of `ages`."""
     sparse: tuple[SparseColumn, ...]
     label_rules: tuple[LabelRule, ...] = ()
     signed: tuple[str, ...] = ()
@@ -190,8 +205,12 @@ class RawLayout:
     group: str | None = None
     """Column of the group of each sample, such as a user. It may also be a feature."""
     time: str | None = None
+    ages: tuple[TimeAge, ...] = ()
+    """Dense features that are ages. Their periods are 0 until the survey has found them."""
     surveyed_columns: tuple[str, ...] = ()
     """Columns whose raw numbers are needed by the survey before encoding."""
+    surveyed_times: tuple[str, ...] = ()
+    """Columns whose times are needed by the survey before encoding."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     other_times: tuple[str, ...] = field(default=(), compare=False)
     """Ignored columns of times, any of which `--time` can select."""
@@ -222,20 +241,34 @@ class RawLayout:
     def columns(self) -> list[str]:
         """Distinct raw columns that are read."""
         samples = [name for name in (*self.raw_label_columns, self.weight, self.group, self.time) if name is not None]
-        return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed_columns]))
+        return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed_columns, *self.surveyed_times]))
+
+    @property
+    def raw_dense(self) -> tuple[str, ...]:
+        """Raw columns that are dense features."""
+        ages = {age.name for age in self.ages}
+        return tuple(name for name in self.dense if name not in ages)
+
+    @property
+    def time_columns(self) -> list[str]:
+        """Distinct raw columns that are read as times."""
+        parts = [column.raw_column for column in self.sparse if column.time_part is not None]
+        times = [name for name in (self.time, *parts, *self.surveyed_times) if name is not None]
+        return list(dict.fromkeys([*times, *(age.column for age in self.ages)]))
 
     @property
     def numeric_columns(self) -> list[str]:
         """Distinct raw columns that are read as numbers."""
         buckets = [column.buckets.column for column in self.sparse if column.buckets]
         weight = [] if self.weight is None else [self.weight]
-        return list(dict.fromkeys([*self.raw_label_columns, *weight, *self.dense, *buckets, *self.surveyed_columns]))
+        numbers = [*self.raw_label_columns, *weight, *self.raw_dense, *buckets, *self.surveyed_columns]
+        return list(dict.fromkeys(numbers))
 
     @property
     def text_columns(self) -> list[str]:
         """Raw columns that are read as text. Some of them are read as numbers too."""
         parts = [name for column in self.encoded_features for name in column.columns if self.get_buckets(name) is None]
-        return [name for name in (self.group, self.time, *parts) if name is not None]
+        return [name for name in (self.group, *self.time_columns, *parts) if name is not None]
 
     @property
     def encoded_features(self) -> list[SparseColumn]:
@@ -252,7 +285,7 @@ class RawLayout:
         """Distinct raw columns from which features are made, and the columns of id weights."""
         sparse = [name for column in self.sparse for name in column.columns]
         weights = [column.weight for column in self.sparse if column.weight is not None]
-        return list(dict.fromkeys([*self.dense, *sparse, *weights]))
+        return list(dict.fromkeys([*self.raw_dense, *sparse, *weights, *(age.column for age in self.ages)]))
 
     @property
     def label_columns(self) -> tuple[str, ...]:
@@ -298,8 +331,16 @@ class RawLayout:
     def _signed(self) -> frozenset[str]:
         return frozenset(self.signed)
 
-    def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> RawLayout:
-        """Return a copy with the boundaries of the columns that are divided by quantiles."""
+    def with_survey(
+        self, boundaries: Mapping[str, tuple[float, ...]], periods: Mapping[str, tuple[float, float]]
+    ) -> RawLayout:
+        """Return a copy with the boundaries of columns that are divided by quantiles, and the periods of ages."""
+        ages = [
+            TimeAge(column=age.column, origin=periods[age.column][0], last=periods[age.column][1])
+            if age.column in periods
+            else age
+            for age in self.ages
+        ]
         sparse = tuple(
             replace(
                 column, buckets=BucketRule(column=column.buckets.column, boundaries=boundaries[column.buckets.column])
@@ -308,4 +349,4 @@ class RawLayout:
             else column
             for column in self.sparse
         )
-        return replace(self, sparse=sparse)
+        return replace(self, sparse=sparse, ages=tuple(ages))

@@ -25,6 +25,8 @@ class NamedColumns:
     """Categorical columns of text with several values, as NAME or NAME=SEPARATOR."""
     ignore: Sequence[str] = ()
     time: Sequence[str] = ()
+    time_features: Sequence[str] | None = None
+    """Columns of times that give features. `None` selects the column of the time. Empty means no features."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self))
@@ -74,6 +76,27 @@ class NamedColumns:
                     "number per row; name it once"
                 )
         return {name: _merge_roles(roles) for name, roles in chosen.items()}
+
+    def time_feature_columns(self, where: str, names: Sequence[str], guesses: Mapping[str, ColumnRole]) -> list[str]:
+        """Return the columns in `names` whose hour, weekday and age are features. `guesses` are the roles of `names`.
+
+        Raises MesetaError, with the prefix `where`, if a name or pattern matches no column, or if a column has another
+        role.
+        """
+        roles = keep_one_per_role(guesses)
+        if self.time_features is None:
+            return [name for name in names if roles[name].role == "time"]
+        known = {*names}
+        chosen = [
+            name for entry in self.time_features for name in _matches(where, entry, names, known, "time_features")
+        ]
+        for name in chosen:
+            if roles[name].role not in ("time", "ignore"):
+                raise MesetaError(
+                    f"{where}: column {name!r} for --time-features is read as {roles[name].role}; add it to --ignore, "
+                    "so that only its hour, weekday and age are features"
+                )
+        return list(dict.fromkeys(chosen))
 
     def separators(self, where: str, names: Sequence[str]) -> dict[str, str | None]:
         """Return the separator of each column in `names` that is multi-valued. `None` means to infer it.

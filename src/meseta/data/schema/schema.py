@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.data.dataset.records import LabelRule
+from meseta.data.dataset.records import LabelRule, TimeAge
 from meseta.data.schema.infer import MISSING_TEXTS, parse_number
-from meseta.data.schema.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.schema.layout import MAX_BUCKETS, NO_CATEGORY, NUM_TIME_PARTS, BucketRule, RawLayout, SparseColumn
 from meseta.data.schema.separators import invalid_separator_reason
 from meseta.data.schema.text_syntax import MAX_DELIMITER_LENGTH, NumberFormat, invalid_delimiter_reason
 from meseta.errors import UnknownColumnError, duplicates
@@ -127,6 +127,8 @@ class Schema(BaseModel):
     """Column that identifies related samples, such as a user. It may be listed under `categorical` too."""
     time: str | None = None
     """Column of times: ISO 8601, or seconds, milli-, micro- or nanoseconds since 1970, distinguished by their size."""
+    time_features: list[str] = []
+    """Columns of times whose hour, weekday and age become features. They may include `time`."""
     dense: list[str] = []
     signed: list[str] = []
     """Columns under `dense` that keep negative values. Negative values of other columns count as 0."""
@@ -179,7 +181,7 @@ class Schema(BaseModel):
         crossed = [name for names in self.crosses.values() for name in names]
         samples = [name for name in (self.weight, self.group, self.time) if name is not None]
         features = [*self.dense, *self.categorical, *self.buckets, *crossed]
-        return list(dict.fromkeys([*samples, *features, *self.ignore]))
+        return list(dict.fromkeys([*samples, *features, *self.time_features, *self.ignore]))
 
     @staticmethod
     def load(path: str | Path) -> Schema:
@@ -225,6 +227,7 @@ def _invalid_schema_reason(schema: Schema) -> str | None:
     features = list(dict.fromkeys([*schema.dense, *schema.categorical]))
     samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
     roles = [*samples, *dict.fromkeys([*features, *schema.buckets]), *schema.ignore]
+    roles += [name for name in schema.time_features if name != schema.time]
     categorical = {*schema.categorical}
     roles += [schema.group] if schema.group and schema.group not in categorical else []
     twice = sorted(duplicates(roles))
@@ -327,12 +330,19 @@ def layout_from_schema(where: str, schema: Schema, plain: Iterable[SparseColumn]
         replace(column, name=f"{column.name}.category", column=column.name) if column.name in dense else column
         for column in plain
     )
+    ages = tuple(TimeAge(column=name) for name in schema.time_features)
+    parts = (
+        SparseColumn(name=f"{name}.{part}", column=name, time_part=part)
+        for name in schema.time_features
+        for part in NUM_TIME_PARTS
+    )
     return RawLayout(
         labels=labels,
         label_rules=rules,
-        dense=tuple(schema.dense),
+        dense=(*schema.dense, *(age.name for age in ages)),
+        ages=ages,
         signed=tuple(name for name in schema.dense if name in signed),
-        sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
+        sparse=(*named, *schema.derived_columns(), *parts) or (NO_CATEGORY,),
         whole_numbers=tuple(schema.whole_numbers),
         number_format=schema.number_format,
         weight=schema.weight,
@@ -356,10 +366,11 @@ def format_schema(layout: RawLayout) -> str:
         name = getattr(layout, key)
         lines += [] if name is None else [_format_line(f"{key}: {_format_scalar(name)}", reasons.get(name))]
     plain = [column for column in layout.encoded_features if not column.cross]
-    dense = {*layout.dense}
+    dense = {*layout.raw_dense}
     both = {column.raw_column: column.name for column in plain if column.raw_column in dense}
     lists = {
-        "dense": layout.dense,
+        "time_features": tuple(age.column for age in layout.ages),
+        "dense": layout.raw_dense,
         "signed": layout.signed,
         "categorical": tuple(column.raw_column for column in plain),
         "whole_numbers": layout.whole_numbers,
@@ -376,6 +387,8 @@ def format_schema(layout: RawLayout) -> str:
         lines += [f"{key}:"] if names else []
         for name in names:
             reason = None if key in ("signed", "whole_numbers") else reasons.get(name)
+            if key == "time_features":
+                reason = ", ".join([f"{name}.{part}" for part in NUM_TIME_PARTS] + [f"{name}.age"])
             if key == "categorical" and name in both:
                 reason = f"under dense too; this feature is called {both[name]}"
             lines.append(_format_line(f"  - {_format_scalar(name)}", reason))
