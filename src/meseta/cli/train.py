@@ -96,6 +96,14 @@ _ProfileOption = Annotated[
     bool,
     typer.Option("--profile", help="Write a timeline of all ranks in ten steps to timeline.json, for ui.perfetto.dev."),
 ]
+_BaselineOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="lightgbm",
+        help="Learner that is fitted to the same training rows for comparison, as report.baseline. It needs "
+        "`pip install 'meseta[lightgbm]'`.",
+    ),
+]
 _ProfileStepsOption = Annotated[
     str | None,
     typer.Option(
@@ -134,6 +142,7 @@ def train(
     min_nproc: _MinNprocOption = None,
     readers: _ReadersOption = "0",
     no_test: _NoTestOption = False,
+    baseline: _BaselineOption = None,
     profile: _ProfileOption = False,
     profile_steps: _ProfileStepsOption = None,
     force: _ForceOption = False,
@@ -147,6 +156,8 @@ def train(
     CurrentDetail.choose("train", quiet=quiet, verbose=verbose)
     profiled = profile if profile_steps is None else StepRange.parse(profile_steps)
     config, overrides = _split_arguments(arguments or [])
+    if baseline is not None:
+        overrides = [*overrides, f"report.baseline={baseline}"]
     document = read_config_document(config, overrides)
     said = _given_options(
         test_fraction=test_fraction,
@@ -171,7 +182,9 @@ def train(
     )
     _choose_folders(document, data or [], said)
     settings = validate_document(document, config)
-    check_extras(settings.train.loggers, "train.loggers")  # Before data are prepared, which may take hours.
+    # Before data are prepared, which may take hours.
+    check_extras(settings.train.loggers, "train.loggers")
+    check_extras(filter(None, [settings.report.baseline]), "report.baseline")
     with ExitStack() as stack:
         if not is_nproc_rank():
             if readers != "0":
@@ -363,6 +376,8 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
         line = summary[split]
         ends.append((f"the {split} split", line.get("ids_outside")))
         print(f"{split} {format_metrics(line)}")
+        if baseline := summary.get("baseline", {}).get("splits", {}).get(split):
+            print(f"{split} {format_metrics(baseline)}  (LightGBM with default parameters)")
     if line["step"] != summary["num_steps"]:
         print(f"these are the best weights, of step {line['step']:,}; the last step was {summary['num_steps']:,}")
     if note := selection_on_test_warning(chosen.get("split"), chosen.get("what", ())):

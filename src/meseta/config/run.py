@@ -454,6 +454,8 @@ class StorageConfig(Section):
 class ReportConfig(Section):
     importance: bool = True
     """Whether to measure the importance of features at the end, see docs/report.md."""
+    baseline: Literal["lightgbm"] | None = None
+    """Learner whose metrics are measured at the end on the same rows, see docs/report.md; None: no such learner."""
 
 
 class RunConfig(Section):

@@ -18,10 +18,10 @@ def importance_section(record: RunRecord) -> str:
     """Return a bar chart of importances with intervals and a table of baselines, or an empty string without them."""
     measured = None if record.summary is None else record.summary.importance
     if measured is None:
-        return ""
+        return baseline_table(record)
     drawable = [f for f in measured.features if all(is_drawable(value) for value in (f.logloss, f.low, f.high))]
     if not drawable:
-        return ""
+        return baseline_table(record)
     # The sort is stable, so that equal features keep the order of the dataset.
     shown = sorted(drawable, key=lambda feature: -feature.logloss)[:MAX_FEATURES]
     unit, scale = _unit(measured)
@@ -33,7 +33,8 @@ def importance_section(record: RunRecord) -> str:
         parts.append(
             tag("p", escape(f"{format_count(num_hidden)} less important features are not shown."), class_="note")
         )
-    return tag("div", tag("div", *parts), tag("div", _baselines(measured)), class_="wide-narrow")
+    baselines = tag("div", _baselines(measured), baseline_table(record))
+    return tag("div", tag("div", *parts), baselines, class_="wide-narrow")
 
 
 def _unit(measured: ImportanceSummary) -> tuple[str, float]:
@@ -81,5 +82,28 @@ def _baselines(measured: ImportanceSummary) -> str:
     return (
         tag("h3", "Baselines on these rows")
         + table(["prediction", "log loss", "NE"], rows, {1, 2}, "compact")
+        + tag("p", escape(note), class_="note")
+    )
+
+
+def baseline_table(record: RunRecord) -> str:
+    """Return a table that compares the model with the baseline of `report.baseline`, or an empty string without it."""
+    summary = record.summary
+    if summary is None or summary.baseline is None:
+        return ""
+    rows = []
+    for split, metrics in summary.baseline.splits.items():
+        for name, values in (("model", summary.evaluation(split)), ("LightGBM", metrics)):
+            if values is not None:
+                numbers = (values.auc, values.logloss, values.ne)
+                rows.append([f"{name}, {split}", *(escape(format_decimal(number)) for number in numbers)])
+    note = (
+        f"LightGBM {summary.baseline.version} with default parameters, fitted to "
+        f"{format_count(summary.baseline.num_rows)} training rows. It uses categories of single-valued features, and "
+        "the number of ids of multi-valued ones."
+    )
+    return (
+        tag("h3", "LightGBM on all rows of these splits")
+        + table(["prediction", "AUC", "log loss", "NE"], rows, {1, 2, 3}, "compact")
         + tag("p", escape(note), class_="note")
     )

@@ -11,7 +11,16 @@ from meseta.spec.documents import rename_value
 from meseta.spec.stages import FORMER_COMPONENTS, FORMER_OVERLAPS
 from meseta.system.files import parse_json, read_if_exists
 from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, VALID
-from meseta.telemetry.metrics_file import Count, Entry, EvalLine, RowWaits, StageSeconds, Transfers, renames
+from meseta.telemetry.metrics_file import (
+    Count,
+    Entry,
+    EvalLine,
+    EvalMetrics,
+    RowWaits,
+    StageSeconds,
+    Transfers,
+    renames,
+)
 
 SUMMARY_FILE = "summary.json"
 TRIALS_FILE = "trials.json"
@@ -114,6 +123,16 @@ class ImportanceSummary(Entry):
     features: list[FeatureImportance]
 
 
+class BaselineSummary(Entry):
+    """Metrics of another learner that was fitted to the training rows, for the first label."""
+
+    name: str
+    version: str
+    num_rows: Count
+    """Number of training rows that were fitted."""
+    splits: dict[str, EvalMetrics]
+
+
 class RunSummary(Entry):
     """Summary of a completed run."""
 
@@ -156,6 +175,8 @@ class RunSummary(Entry):
     """Peak memory of the GPU, or else of the process."""
     importance: ImportanceSummary | None = None
     """Importance of features. `None` without evaluated rows, and for `report.importance: false`."""
+    baseline: BaselineSummary | None = None
+    """Baseline of `report.baseline`. `None` without that key, evaluated rows or inputs."""
 
     @property
     def timings(self) -> dict[str, Any]:

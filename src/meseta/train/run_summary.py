@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,11 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.comm.world import UnknownCollectives
 from meseta.report import write_report
+from meseta.system.waits import track_activity
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import (
     SUMMARY_FILE,
+    BaselineSummary,
     BestEvaluation,
     GraphSummary,
     ImportanceSummary,
@@ -26,6 +28,7 @@ from meseta.telemetry.summary import (
 from meseta.train.evaluate import logit_shift
 from meseta.train.evaluation_tracker import decisions_from_evaluations
 from meseta.train.importance import measure_importance
+from meseta.train.interop.lightgbm_baseline import measure_lightgbm
 from meseta.train.setup.build import make_reader
 from meseta.train.state import sum_clamped
 
@@ -90,6 +93,13 @@ def _measure_importance(trainer: Trainer) -> ImportanceSummary | None:
     )
 
 
+def _measure_baseline(trainer: Trainer, splits: Sequence[str]) -> BaselineSummary | None:
+    if trainer.config.report.baseline is None or not splits:
+        return None
+    with track_activity("measuring LightGBM"):
+        return trainer.world.broadcast_from_rank_0(lambda: measure_lightgbm(trainer.config, trainer.dataset, splits))
+
+
 def _build_summary(
     trainer: Trainer, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
 ) -> RunSummary:
@@ -109,6 +119,8 @@ def _build_summary(
         parts["excluded_rows"] = asdict(trainer.reader.excluded_rows)
     if (importance := _measure_importance(trainer)) is not None:
         parts["importance"] = importance
+    if (baseline := _measure_baseline(trainer, list(evaluations))) is not None:
+        parts["baseline"] = baseline
     parts["peak_memory_bytes_by_rank"] = trainer.world.all_gather_object(_peak_memory_bytes(trainer.world))
     best, newest = trainer.best_position, checkpoint.newest(trainer.run_dir.checkpoints)
     train_s = trainer.clock.train_s

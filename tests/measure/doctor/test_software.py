@@ -77,7 +77,7 @@ def test_torch() -> None:
 
 def test_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    optional = ("bench", "tensorboard", "mlflow", "wandb", "onnx", "s3", "gcs")
+    optional = ("bench", "tensorboard", "mlflow", "wandb", "lightgbm", "onnx", "s3", "gcs")
     named = {re.split(">=", entry)[0] for extra in optional for entry in extras[extra]}
     assert packages.OPTIONAL.keys() == named
     assert packages.check_optional(GOOD.get).state == "ok"

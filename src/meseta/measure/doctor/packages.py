@@ -80,6 +80,7 @@ OPTIONAL = {
     "tensorboard": "`train.loggers`",
     "mlflow-skinny": "`train.loggers`",
     "wandb": "`train.loggers`",
+    "lightgbm": "`train --baseline lightgbm`",
     "polars": "a peer in `benchmarks/`",
 }
 """Purpose of each optional package."""
