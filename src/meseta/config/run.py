@@ -66,7 +66,7 @@ class DataConfig(Section):
     labels: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Labels of the dataset to learn; None: all. Most models predict one label."""
     without: tuple[str, ...] = ()
-    """Features of the dataset that the model does not use. New rows may lack their columns."""
+    """Features that the model ignores. New rows may lack them."""
     shuffle: bool = True
     """Whether to shuffle training rows, by row group and inside windows. The order depends on the seed only."""
     shuffle_window_rows: PositiveInt = 262_144
@@ -206,7 +206,7 @@ class TrainConfig(Section):
     """Samples of a global batch, over all ranks."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Maximum norm of the gradients of layers and tables together, as in torch's clip_grad_norm_; None: no limit. The
-    gradient of a row is its sum over the batch. Cannot be combined with dense.clip_norm. Limits of row optimizers apply
+    gradient of a row is its sum over the batch. Excludes dense.clip_norm. Limits of row optimizers apply
     afterwards."""
     accumulate_steps: MicroBatchCount = 1
     """Number of micro-batches into which each rank divides its slice of a global batch. Optimizers step once, after the
@@ -216,8 +216,7 @@ class TrainConfig(Section):
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     """Weight of the loss of each label; labels without an entry have weight 1."""
     search_budget: float = Field(default=4.0, ge=0)
-    """Cost of all trials with which `meseta train --data` searches settings, in units of the first one; 0: no search.
-    Settings of the config are not searched."""
+    """Cost of trials of `meseta train --data`, in units of the first; 0: none."""
     max_steps: PositiveInt | None = None
     """Number of steps after which training stops; None: after `epochs`."""
     log_every_steps: PositiveInt = 50

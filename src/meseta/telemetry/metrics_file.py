@@ -138,7 +138,7 @@ class EvalMetrics(Entry):
     weight: float | None = None
     logloss: float | None = None
     logloss_clamped: float | None = None
-    """Log loss with probabilities clipped to 1e-7. Missing in lines of older versions."""
+    """Log loss with probabilities clipped to 1e-7."""
     ne: float | None = None
     auc: float | None = None
     pr_auc: float | None = None

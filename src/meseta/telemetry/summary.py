@@ -199,29 +199,24 @@ class TrialEntry(Entry):
     settings: dict[str, Any]
     """Varied config keys and values."""
     value: float | None = None
-    """Metric by which trials are ranked."""
     auc: float | None = None
     logloss: float | None = None
     num_samples: Count | None = None
-    """Number of training samples, which may repeat."""
     cost: float | None = None
-    """Training cost in units of one training, see `meseta.train.search`."""
+    """Cost in units of the first trial."""
     name: str = ""
     problem: str = ""
     """Reason of a failure."""
 
 
-class TrialResult(Entry):
-    """Evaluations of a trial so far."""
+class TrialProgress(Entry):
+    """Evaluations of a trial on the validation split."""
 
     evaluations: tuple[EvalLine, ...] = ()
-    """Evaluations of the validation split, in order."""
     num_samples: Count = 0
-    """Number of training samples, which may repeat."""
     is_finished: bool = False
     """Whether training has ended. A paused trial can continue."""
     problem: str = ""
-    """Reason of a failure."""
 
 
 class TrialsRecord(Entry):
@@ -233,7 +228,7 @@ class TrialsRecord(Entry):
     """Index of the best trial."""
     trials: list[TrialEntry]
     decisions: tuple[str, ...] = ()
-    """Decisions of a search with their evidence, in order."""
+    """Decisions of a search, with evidence."""
 
 
 class PackageVersions(Entry):

@@ -20,7 +20,7 @@ from meseta.pipeline import StepResult
 from meseta.pipeline.losses import SkippedUpdate
 from meseta.spec import MesetaError
 from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
-from meseta.telemetry.summary import TrialResult
+from meseta.telemetry.summary import TrialProgress
 from meseta.train import resuming
 from meseta.train.background_metrics import BackgroundMetrics
 from meseta.train.dataset_checks import encoding_state, open_dataset
@@ -152,7 +152,7 @@ class Trainer:
         with self._resources:
             return self._run().to_dict()
 
-    def run_trial(self, num_evaluations: int | None = None) -> TrialResult:
+    def run_trial(self, num_evaluations: int | None = None) -> TrialProgress:
         """Train until the validation split has been evaluated `num_evaluations` times in total, or to the end. Save the
         weights, from which another call or `run` continues.
 
@@ -179,7 +179,7 @@ class Trainer:
                 if not self._is_paused:
                     self._get_evaluation(split, progress)
         lines = self.world.broadcast_from_rank_0(evaluations)
-        return TrialResult(evaluations=tuple(lines), num_samples=self.num_samples, is_finished=not self._is_paused)
+        return TrialProgress(evaluations=tuple(lines), num_samples=self.num_samples, is_finished=not self._is_paused)
 
     def save_initial_checkpoint(self, fill: Callable[[Any], None]) -> None:
         """Write the first checkpoint of a run, as modified by `fill`, from which `run` resumes. Nothing is written if

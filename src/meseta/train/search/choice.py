@@ -1,4 +1,4 @@
-"""Choice between trials by one validation metric, and what it costs in another."""
+"""Choice between trials by one validation metric, and the price of the choice in another one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from meseta.telemetry.formatting import format_decimal
 from meseta.telemetry.metrics import HIGHER_IS_BETTER, METRICS, VALID
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.run_events import CALLBACKS_VARIABLE
-from meseta.telemetry.summary import TRIALS_FILE, TrialResult, TrialsRecord
+from meseta.telemetry.summary import TRIALS_FILE, TrialProgress, TrialsRecord
 from meseta.train.importance import PairedDifference
 from meseta.train.run_dir import RunDir
 from meseta.train.search.candidates import (
@@ -98,7 +98,7 @@ class _Trial:
     settings: Settings
     operations: float
     """Predicted operations per sample."""
-    result: TrialResult
+    result: TrialProgress
 
 
 class _Search:
@@ -115,8 +115,8 @@ class _Search:
         self._trials: list[_Trial] = []
         self._decisions: list[str] = []
         self._metric, self._task = config.train.early_stopping.metric, config.train.early_stopping.task
-        known = next((metric for metric in METRICS if metric.key == self._metric), None)
-        self._metric_name, self._decimals = (known.name, known.decimals + 1) if known else (self._metric, 5)
+        metric = next((one for one in METRICS if one.key == self._metric), None)
+        self._metric_name, self._decimals = (metric.name, metric.decimals + 1) if metric else (self._metric, 5)
         self._unit, self._rung, self._overfits = 1.0, 1, False
         self._has_tables = any(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
 
@@ -144,7 +144,7 @@ class _Search:
         if trial is None:
             config = with_settings(self._config, settings)
             operations = sample_operations(config, self._dataset)
-            trial = _Trial(f"trial-{len(self._trials):02d}", settings, operations, TrialResult())
+            trial = _Trial(f"trial-{len(self._trials):02d}", settings, operations, TrialProgress())
             self._trials.append(trial)
         if not trial.result.is_finished:
             limit = None if num_evaluations is None else round(num_evaluations * self._evaluations_ratio(settings))
@@ -260,7 +260,7 @@ class _Search:
         return finalists
 
     def _search_rate(self, key: str, control: _Trial) -> list[Settings]:
-        """Try both neighbours of the rate, and go on in the better direction while its edge wins. Return the changes
+        """Try both neighbours of the rate, and continue in the better direction while its edge wins. Return the changes
         that were tried."""
         rate = float(get_value(self._config.model_dump(mode="json"), key))
         limit = self._rung_samples(self._rung)

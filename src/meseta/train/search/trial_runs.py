@@ -15,7 +15,7 @@ from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.system.files import parse_json, path_exists, read_if_exists
 from meseta.telemetry.metrics_file import METRICS_FILE
-from meseta.telemetry.summary import TrialResult
+from meseta.telemetry.summary import TrialProgress
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer
 
@@ -47,7 +47,7 @@ class TrialRuns:
 
     def train(
         self, name: str, settings: Mapping[str, Any], num_evaluations: int | None, *, may_fail: bool
-    ) -> TrialResult:
+    ) -> TrialProgress:
         """Start or continue a trial until `num_evaluations` validations, or to its end if it is `None`.
 
         On one rank, a trial that `may_fail` returns the problem of an error in place of raising it.
@@ -66,7 +66,7 @@ class TrialRuns:
             # Ranks that fail alone would diverge from the others.
             if not may_fail or self._world.size > 1:
                 raise
-            result = TrialResult(is_finished=True, problem=str(error))
+            result = TrialProgress(is_finished=True, problem=str(error))
 
         def store() -> None:
             results.path.mkdir(parents=True, exist_ok=True)
@@ -109,9 +109,9 @@ class TrialRuns:
         self._world.run_on_rank_0(move_all)
 
 
-def _load_result(file: Path) -> TrialResult | None:
+def _load_result(file: Path) -> TrialProgress | None:
     content = read_if_exists(file)
     try:
-        return None if content is None else TrialResult.model_validate(parse_json(content))
+        return None if content is None else TrialProgress.model_validate(parse_json(content))
     except ValueError:
         return None

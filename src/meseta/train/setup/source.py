@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,11 +114,10 @@ class _ServiceSource(RowSource):
         reader, problem = None, None
         try:
             reader = ServedReader(
-                self._service,
+                replace(self._service, without=dataset.without),
                 split,
                 options,
                 labels=dataset.labels,
-                without=dataset.without,
                 rank=world.rank,
                 num_ranks=world.size,
                 run=run,

@@ -23,13 +23,15 @@ DEFAULT_READER_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderServiceAddress:
-    """Address of a reader service."""
+    """Address of a reader service and of its columns."""
 
     url: str
     dataset: str | None = None
     """Name of the dataset at the dispatcher. `None` selects the only one."""
     keys: Path | None = None
     """Folder made by `meseta readers keys`. `None` means an unencrypted connection with the token of the address."""
+    without: tuple[str, ...] = ()
+    """Features that are not read."""
     reader_timeout_s: float = DEFAULT_READER_TIMEOUT_S
     """Seconds to wait for rows if no reader sends any."""
 
@@ -60,13 +62,11 @@ class ServedReader(BatchReader):
         options: ReaderOptions,
         *,
         labels: tuple[str, ...] | None = None,
-        without: tuple[str, ...] = (),
         rank: int = 0,
         num_ranks: int = 1,
         run: RunAttempt | None = None,
     ) -> None:
-        """Connect to the dispatcher and count the rows. `labels` defaults to all labels, and `run` to a new
-        run. Features of `without` are not read.
+        """Connect to the dispatcher and count the rows. `labels` defaults to all labels, and `run` to a new run.
 
         Raises MesetaError if the rank is invalid, the keys cannot be used, or the dispatcher does not answer or refuses
         the request.
@@ -75,7 +75,7 @@ class ServedReader(BatchReader):
         self._dispatcher = service.dispatcher()
         description = self._dispatcher.describe(service.dataset)
         dataset = dataset_from_description(description, service.url)
-        dataset = dataset.select(labels, without, allow_missing=True)
+        dataset = dataset.select(labels, service.without, allow_missing=True)
         dataset.split(split)
         row_order = RowOrder.from_options(description, split, dataset.labels, options, dataset.without)
         counts = self._dispatcher.count(CountRequest(rows=row_order))
