@@ -4,7 +4,7 @@
 
 Each seed draws a log without a time effect and a log with a daily cycle, over 30 days. It trains on each with the
 features and without them, with the same validation rows. The test rows are the following day. The learning rate of the
-tables is fixed, which leaves out the trials of the command, and training takes three epochs. A seed always gives the
+tables is fixed, which leaves out the trials of the command. Training takes three epochs. A seed always gives the
 same result.
 """
 
@@ -27,7 +27,7 @@ FIRST_SECOND = 1_767_225_600
 LOGS = {"no effect": 0.0, "daily cycle": 0.8}
 """Amplitude of the daily cycle in the logit, by log."""
 VARIANTS = {"with": [], "without": ["--time-features", "none"]}
-SETTINGS = ["embedding.optimizer.lr=0.02", "train.epochs=3"]
+SETTINGS = ["train.batch_size=256", "train.epochs=3", "embedding.optimizer.lr=0.05"]
 
 
 def write_rows(path: Path, times: np.ndarray, amplitude: float, draw: np.random.Generator, world: int) -> None:

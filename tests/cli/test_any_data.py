@@ -63,7 +63,11 @@ def write_ffm(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "features"),
     [
-        ("log.csv", write_csv, {"user_id": (False, False), "city": (False, False)}),
+        (
+            "log.csv",
+            write_csv,
+            dict.fromkeys(("user_id", "city", "time.hour", "time.weekday"), (False, False)),
+        ),
         ("log.ffm", write_ffm, {"field_0": (True, False), "field_1": (True, True)}),
         pytest.param("log.parquet", write_parquet, {"history": (True, True)}, marks=pytest.mark.soak),
     ],

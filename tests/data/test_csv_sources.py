@@ -84,8 +84,8 @@ def test_rows_are_those_of_the_csv_module(
     data = gzip.decompress(path.read_bytes()) if name.endswith("gz") else path.read_bytes()
     rows = list(csv.reader(io.StringIO(data.decode(), newline="")))[1:]
     dataset = run(tmp_path, name)
-    assert [d.name for d in dataset.dense] == ["price"]
-    assert [s.name for s in dataset.sparse] == ["user_id", "city", "note, long"]
+    assert [d.name for d in dataset.dense] == ["price", "time.age"]
+    assert [s.name for s in dataset.sparse] == ["user_id", "city", "note, long", "time.hour", "time.weekday"]
     check(tmp_path, rows, ["price"], ["user_id", "city", "note, long"])
 
 
@@ -148,10 +148,10 @@ def test_labels_are_guessed_by_name() -> None:
 
 def test_options_go_before_what_is_inferred(tmp_path: Path) -> None:
     write_csv(tmp_path / "log.csv", make_rows(60))
-    dataset = run(tmp_path, dense=["user_id"], label="Click")
+    dataset = run(tmp_path, dense=["user_id"], label="Click", time_features=())
     assert [d.name for d in dataset.dense] == ["price", "user_id"]
     assert [s.name for s in dataset.sparse] == ["city", "note, long"]
-    dataset = run(tmp_path, sparse=["price"], force=True)
+    dataset = run(tmp_path, sparse=["price"], time_features=(), force=True)
     names = [s.name for s in dataset.sparse]
     assert ([d.name for d in dataset.dense], names) == ([], ["price", "user_id", "city", "note, long"])
 

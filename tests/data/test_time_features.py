@@ -67,7 +67,7 @@ def write_rows(path: Path, texts: list[str], **more: list[Any]) -> None:
 
 
 def expected(moment: datetime | None, first: datetime = FIRST, last: datetime = LAST) -> tuple[int, int, float]:
-    """Row of the hour, row of the weekday, and logarithm of the age."""
+    """Return (row of the hour, row of the weekday, logarithm of the age)."""
     if moment is None:
         return 0, 0, 0.0
     utc = moment.astimezone(UTC)
@@ -76,7 +76,7 @@ def expected(moment: datetime | None, first: datetime = FIRST, last: datetime = 
 
 
 def values(dataset: Dataset, split: str, column: str = "timestamp") -> list[tuple[int, int, float]]:
-    """The same numbers, from the files of a dataset."""
+    """Return the same numbers, from the files of a dataset."""
     rows = read_split(dataset.dir, split)
     [age] = [feature for feature in dataset.dense if feature.name == f"{column}.age"]
     logs = rows[f"{column}.age"].to_numpy().astype(np.float64) * age.std + age.mean
