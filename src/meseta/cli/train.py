@@ -101,7 +101,7 @@ _BaselineOption = Annotated[
     typer.Option(
         metavar="lightgbm",
         help="Learner that is fitted to the same training rows for comparison, as report.baseline. It needs "
-        "`pip install 'meseta[lightgbm]'`.",
+        "the extra `lightgbm`.",
     ),
 ]
 _ProfileStepsOption = Annotated[

@@ -21,6 +21,7 @@ GOOD = {
     "rich": "15.0.0", "fsspec": "2026.9.0", "safetensors": "0.8.0", "jaxtyping": "0.3.11", "pyyaml": "6.0.3",
     "cryptography": "50.0.2", "polars": "2.1.0", "tensorboard": "2.21.0", "s3fs": "2026.9.0", "gcsfs": "2026.9.0",
     "onnx": "1.22.0", "onnxscript": "0.7.1", "triton": "3.9.0", "mlflow-skinny": "3.17.2", "wandb": "0.31.0",
+    "lightgbm": "4.7.0",
 }  # fmt: skip
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "hip": None}
 CUDA = TORCH | {"cuda": "13.0"}
