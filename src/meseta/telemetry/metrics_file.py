@@ -186,6 +186,16 @@ class EvalLine(EvalMetrics, EvalContext):
     num_samples_trained: Count | None = None
 
 
+class TrialProgress(Entry):
+    """Evaluations of a trial on the validation split."""
+
+    evaluations: tuple[EvalLine, ...] = ()
+    num_samples: Count = 0
+    is_finished: bool = False
+    """Whether training has ended. A paused trial can continue."""
+    problem: str = ""
+
+
 Line = TrainLine | EvalLine
 _LINE_CLASSES: dict[str, type[Line]] = {"train": TrainLine, "eval": EvalLine}
 

@@ -209,16 +209,6 @@ class TrialEntry(Entry):
     """Reason of a failure."""
 
 
-class TrialProgress(Entry):
-    """Evaluations of a trial on the validation split."""
-
-    evaluations: tuple[EvalLine, ...] = ()
-    num_samples: Count = 0
-    is_finished: bool = False
-    """Whether training has ended. A paused trial can continue."""
-    problem: str = ""
-
-
 class TrialsRecord(Entry):
     """Trials before a run, or of a sweep."""
 

@@ -19,8 +19,7 @@ from meseta.optim.dense import set_learning_rates
 from meseta.pipeline import StepResult
 from meseta.pipeline.losses import SkippedUpdate
 from meseta.spec import MesetaError
-from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine
-from meseta.telemetry.summary import TrialProgress
+from meseta.telemetry.metrics_file import EvalLine, Line, TrainLine, TrialProgress
 from meseta.train import resuming
 from meseta.train.background_metrics import BackgroundMetrics
 from meseta.train.dataset_checks import encoding_state, open_dataset

@@ -23,9 +23,9 @@ from meseta.system.environment_variables import environ
 from meseta.telemetry.detail import CurrentDetail
 from meseta.telemetry.formatting import format_decimal
 from meseta.telemetry.metrics import HIGHER_IS_BETTER, METRICS, VALID
-from meseta.telemetry.metrics_file import EvalLine
+from meseta.telemetry.metrics_file import EvalLine, TrialProgress
 from meseta.telemetry.run_events import CALLBACKS_VARIABLE
-from meseta.telemetry.summary import TRIALS_FILE, TrialProgress, TrialsRecord
+from meseta.telemetry.summary import TRIALS_FILE, TrialsRecord
 from meseta.train.importance import PairedDifference
 from meseta.train.run_dir import RunDir
 from meseta.train.search.candidates import (

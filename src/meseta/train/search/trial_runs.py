@@ -14,8 +14,7 @@ from meseta.config import RunConfig, validate_document
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.system.files import parse_json, path_exists, read_if_exists
-from meseta.telemetry.metrics_file import METRICS_FILE
-from meseta.telemetry.summary import TrialProgress
+from meseta.telemetry.metrics_file import METRICS_FILE, TrialProgress
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer
 
