@@ -165,7 +165,8 @@ def fail_on_purpose(table: pa.Table, run_dir: Path, nproc: int) -> meseta.Run:
     assert broken.events[-1] == EndEvent(kind="end", outcome="failed", error="step 6")
     run = meseta.open_run(run_dir)
     saved = run.checkpoints[-1].summary
-    assert saved is not None and saved.step in {6, 7} and "test" not in run.metrics
+    # The signal that ends training arrives some steps later if the machine is busy.
+    assert saved is not None and saved.step >= 6 and "test" not in run.metrics
     return run
 
 
@@ -180,7 +181,7 @@ def test_a_run_resumes_after_an_error_of_a_callback(
 ) -> None:
     again = Recorder()
     run = fail_on_purpose(table, tmp_path / "run", nproc).resume(nproc, callbacks=[again])
-    assert again.events[0].step in {6, 7} and "test" in run.metrics
+    assert again.events[0].step >= 6 and "test" in run.metrics
     if nproc == 1:
         assert final_checksum(run.path) == final_checksum(trained.path)
 
