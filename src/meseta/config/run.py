@@ -216,7 +216,7 @@ class TrainConfig(Section):
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     """Weight of the loss of each label; labels without an entry have weight 1."""
     search_budget: float = Field(default=4.0, ge=0)
-    """Cost of trials of `meseta train --data`, in units of the first; 0: none."""
+    """Cost of trials of `meseta train --data`, in units of the first."""
     max_steps: PositiveInt | None = None
     """Number of steps after which training stops; None: after `epochs`."""
     log_every_steps: PositiveInt = 50
@@ -454,7 +454,7 @@ class ReportConfig(Section):
     importance: bool = True
     """Whether to measure the importance of features at the end, see docs/report.md."""
     baseline: Literal["lightgbm"] | None = None
-    """Learner whose metrics are measured at the end on the same rows, see docs/report.md; None: no such learner."""
+    """Learner to compare with, see docs/report.md."""
 
 
 class RunConfig(Section):

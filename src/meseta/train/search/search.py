@@ -1,10 +1,9 @@
 """Search of settings within a budget, by successive halving of trials on the validation split.
 
-The first trial trains with the default settings to its end, and its cost is the unit of the budget. Columns are left
-out if permuting them does not increase its validation loss beyond noise, and they do not explain residuals of a trial
-without them. Trials with one change each train for a quarter of the first trial (Jamieson and Talwalkar, AISTATS 2016).
-The best of them, and all improvements together, train for a half, and the best one of these to its end. The best trial
-continues as the run.
+The first trial, with default settings, trains to its end. Its cost is the unit of the budget. Columns are left out if
+permuting them does not increase its validation loss beyond noise, and they do not explain residuals of a trial without
+them. Trials with one change train for a quarter (Jamieson and Talwalkar, AISTATS 2016), the best of them and all
+improvements together for a half, and the best of these to its end.
 """
 
 from __future__ import annotations
@@ -307,8 +306,7 @@ class _Search:
         return trial
 
     def _halve(self, first: _Trial, control: _Trial, finalists: list[_Trial]) -> _Trial:
-        """Train the finalists, and a `control` that has not ended, until the second rung. Train the best one to its
-        end, and return it."""
+        """Train the finalists and the control until the second rung. Train the best one to its end, and return it."""
         candidates = [*([] if control is first else [control]), *finalists]
         for trial in candidates:
             if self._can_spend(_FIRST_RUNG_SHARE):
@@ -324,8 +322,8 @@ class _Search:
         return self._train(winner.settings, None)
 
     def _select(self, first: _Trial, challenger: _Trial) -> _Trial:
-        """Return the challenger if it is better than the first trial by more than a part of the noise. If it leaves out
-        columns, it only must not be worse beyond noise."""
+        """Return the challenger if it is better than the first trial. If it leaves out columns, it only must not be
+        worse beyond noise."""
         if challenger is first:
             return first
         value, before = self._value(challenger), self._value(first)
@@ -346,7 +344,7 @@ class _Search:
         return " ".join(f"{key}={value}" for key, value in trial.settings.items()) or "the settings above"
 
     def _margin(self, trial: _Trial) -> float:
-        """Return the gain below which two trials count as equal: a part of the metric's standard error."""
+        """Return the gain below which two trials count as equal."""
         line, value = trial.result.evaluations[0], self._value(trial)
         num_rows, num_positives = line.num_samples or 1, line.num_positives or 0
         if value is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from meseta.comm import World
 from meseta.config import RunConfig, validate_document
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
-from meseta.system.files import parse_json, path_exists, read_if_exists
+from meseta.system.files import move, parse_json, path_exists, read_if_exists
 from meseta.telemetry.metrics_file import METRICS_FILE, TrialProgress
 from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer
@@ -102,7 +101,7 @@ class TrialRuns:
                     source, target = self.path(name) / entry, self._config.run_dir / entry
                     if path_exists(source):
                         shutil.rmtree(target, ignore_errors=True)
-                        os.replace(source, target)
+                        move(source, target)
             shutil.rmtree(self._folder, ignore_errors=True)
 
         self._world.run_on_rank_0(move_all)
