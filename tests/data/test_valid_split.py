@@ -244,7 +244,7 @@ def test_a_file_for_testing_and_the_last_rows_of_the_others(tmp_path: Path) -> N
             {"valid_fraction": 1e-9},
             "none of 400 rows is in the valid split; raise --valid-fraction, or omit the split",
         ),
-        ({"valid_after": "1", "test_after": "2"}, "column 'age' has no value in the training rows"),
+        ({"valid_after": "1", "test_after": "2"}, "none of 400 rows is left for training; give a later"),
         ({"valid_files": ["{log}-*.csv"]}, "no source is left for training; every file is in --valid-files"),
         (
             {"valid_files": ["{log}-0.csv"], "test_files": ["{log}-?.csv"]},

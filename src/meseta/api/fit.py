@@ -34,7 +34,7 @@ Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split, see `fit`."""
-COLUMN_OPTIONS = ("label", "time", "time_features", "dense", "sparse", "multi_valued", "ignore")
+COLUMN_OPTIONS = ("label", "time", "time_features", "buckets", "dense", "sparse", "multi_valued", "ignore")
 """Arguments of `fit` that name columns."""
 
 
@@ -44,6 +44,7 @@ def fit(
     *,
     time: str | None = None,
     time_features: Sequence[str] | None = None,
+    buckets: Sequence[str] | None = None,
     valid: HeldOut = None,
     test: HeldOut = None,
     schema: str | Path | None = None,
@@ -72,6 +73,9 @@ def fit(
         time: Column of times. `None` finds it by its name.
         time_features: Columns of times whose hour, weekday and age become features, as names or patterns. `None` means
             the column of times. An empty list means no features.
+        buckets: Columns of numbers whose 20 buckets of about equal size become features too, as names or patterns.
+            'NAME=N' means N buckets. `None` means all numbers with more than two values, if there are at most 100. An
+            empty list means no features.
         valid: Validation split, by which settings and the best weights are selected. It is one of:
             a number from 0 to below 1, the share of rows (0 means no split);
             the time at which the split begins: a larger number (s, ms, us or ns since 1970, by its size), a date, a
@@ -96,8 +100,8 @@ def fit(
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    features = ["none"] if time_features is not None and not time_features else time_features
-    columns = dict(zip(COLUMN_OPTIONS, (label, time, features, dense, sparse, multi_valued, ignore), strict=True))
+    features, cut = (["none"] if names is not None and not names else names for names in (time_features, buckets))
+    columns = dict(zip(COLUMN_OPTIONS, (label, time, features, cut, dense, sparse, multi_valued, ignore), strict=True))
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
         arguments = ["train", str(spool / "config.yaml")]

@@ -133,6 +133,15 @@ TimeFeaturesOption = Annotated[
         rich_help_panel=_COLUMNS_PANEL,
     ),
 ]
+BucketsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Columns of numbers, or patterns, whose 20 buckets of equal size become features too. NAME=N: N buckets. "
+        "none: no features.",
+        show_default="none; all numbers for raw data of `meseta train`",
+        rich_help_panel=_COLUMNS_PANEL,
+    ),
+]
 SchemaOption = Annotated[
     Path | None, typer.Option(help="YAML file with the types of all columns.", rich_help_panel=_COLUMNS_PANEL)
 ]
@@ -223,6 +232,7 @@ def prepare(
     ignore: IgnoreOption = None,
     time_column: TimeColumnOption = None,
     time_features: TimeFeaturesOption = None,
+    buckets: BucketsOption = None,
     schema: SchemaOption = None,
     encoding: EncodingOption = None,
     print_schema: _PrintSchemaOption = False,
@@ -265,6 +275,7 @@ def prepare(
             ignore=ignore,
             time=time_column,
             time_features=time_features,
+            buckets=buckets,
         ),
         schema=schema,
         encoding=encoding,
@@ -397,7 +408,7 @@ _MULTI_VALUED_ENTRY = re.compile(r"[^,]*?=.(?=,|$)|[^,]+")
 def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
     """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas.
 
-    The entry `none` alone means no features of times.
+    The entry `none` alone means no features of times or buckets.
     """
     names = {
         option: [
@@ -412,7 +423,7 @@ def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         option: parts[0] if option == "label" and len(parts) == 1 else parts for option, parts in names.items()
     }
-    return options | {"time_features": ()} if names.get("time_features") == ["none"] else options
+    return options | {name: () for name in ("time_features", "buckets") if names.get(name) == ["none"]}
 
 
 def _multi_valued_list(text: str) -> list[str]:
@@ -534,9 +545,9 @@ def print_layout(
     typer.echo("".join(f"  {line}\n" for line in format_schema(layout).splitlines()), nl=False)
     if not has_schema:
         typer.echo(
-            "to change column types, use --label, --dense, --sparse, --multi-valued, --ignore, --time or "
-            f"--time-features with names or patterns, or a schema file: {command} with --print-schema > schema.yaml, "
-            "edit it, then run with --schema schema.yaml"
+            "to change column types, use --label, --dense, --sparse, --multi-valued, --ignore, --time, "
+            f"--time-features or --buckets with names or patterns, or a schema file: {command} with --print-schema > "
+            "schema.yaml, edit it, then run with --schema schema.yaml"
         )
     if is_random_split and (layout.time is not None or layout.other_times):
         option = "" if layout.time is not None else f"--time {layout.other_times[0]} "

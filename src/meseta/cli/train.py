@@ -17,6 +17,7 @@ from meseta.cli.evaluate import format_metrics
 from meseta.cli.launch import is_nproc_rank, run_ranks
 from meseta.cli.prepare import (
     BadRowsOption,
+    BucketsOption,
     DenseOption,
     EncodingOption,
     IgnoreOption,
@@ -132,6 +133,7 @@ def train(
     ignore: IgnoreOption = None,
     time_column: TimeColumnOption = None,
     time_features: TimeFeaturesOption = None,
+    buckets: BucketsOption = None,
     schema: SchemaOption = None,
     encoding: EncodingOption = None,
     bad_rows: BadRowsOption = "error",
@@ -175,6 +177,7 @@ def train(
             ignore=ignore,
             time=time_column,
             time_features=time_features,
+            buckets=buckets,
         ),
         schema=schema,
         encoding=encoding,

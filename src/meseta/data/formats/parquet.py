@@ -196,6 +196,7 @@ def _infer_schema(
     guesses |= {name: guesses[name]._replace(reason=reason) for name, reason in reasons.items()}
     keys: dict[str, Any] = {"weights": pairs, "multi_valued": separators}
     keys["time_features"] = named.time_feature_columns(where, names, guesses)
+    keys["buckets"] = named.bucket_counts(where, guesses, texts)
     return schema_from_roles(labels, guesses, texts).model_copy(update=keys), guesses, texts
 
 

@@ -83,7 +83,11 @@ def infer_text_layout(
         for name, values in columns.items()
         if name in free
     }
-    keys = {"multi_valued": separators, "time_features": named.time_feature_columns(where, free, guesses)}
+    keys = {
+        "multi_valued": separators,
+        "time_features": named.time_feature_columns(where, free, guesses),
+        "buckets": named.bucket_counts(where, guesses, columns),
+    }
     schema = schema_from_roles(labels, guesses, columns).model_copy(update=keys)
     reasons = {**role_reasons(guesses), **list_reasons}
     if not has_names and not named.label:

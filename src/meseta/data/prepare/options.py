@@ -75,8 +75,14 @@ class PrepareOptions:
     time_features: Sequence[str] | None = None
     """Columns of times, as names or patterns, whose hour, weekday and age become features. `None` selects the column
     of the time. Empty means no features."""
+    buckets: Sequence[str] | None = None
+    """Columns of numbers, as names or patterns, whose buckets of about equal size become features too. `NAME=NUMBER`
+    sets the number of buckets, which is 20 otherwise."""
+    default_buckets: bool = False
+    """Whether all columns of numbers with more than two values have buckets if `buckets` is `None`. Without effect if
+    there are more than 100 such columns, or their roles are not inferred."""
     schema: Path | None = None
-    """File that describes the columns, in place of the seven options above. It cannot be used with TSV."""
+    """File that describes the columns, in place of the options above that name columns. It cannot be used with TSV."""
     encoding: str | None = None
     """Encoding of the text, as a Python codec name. `None` means that of the schema, of a byte order mark, or UTF-8."""
     bad_rows: str = "error"
@@ -96,8 +102,8 @@ class PrepareOptions:
         self._check_split_by()
         if self.schema is not None and self.named_columns:
             raise MesetaError(
-                "prepare: --schema cannot be used with --label, --dense, --sparse, --multi-valued, --ignore, --time or "
-                "--time-features; use either the schema or these options"
+                "prepare: --schema cannot be used with --label, --dense, --sparse, --multi-valued, --ignore, --time, "
+                "--time-features or --buckets; use either the schema or these options"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -126,6 +132,8 @@ class PrepareOptions:
             ignore=self.ignore,
             time=self.time,
             time_features=self.time_features,
+            buckets=self.buckets,
+            default_buckets=self.default_buckets,
         )
 
     def _check_shares(self) -> None:

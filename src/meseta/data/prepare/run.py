@@ -176,10 +176,11 @@ def prepare(
 
 
 def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
-    """Return the options that `meseta train --data` uses: a vocabulary and, unless an option defines it, a valid split.
+    """Return the options that `meseta train --data` uses: a vocabulary, buckets, and a valid split unless an option
+    defines it.
 
     The valid split are the last rows if there is a column of times. If `options.out` was prepared already, its choices
-    of vocabulary, valid split and features of times are kept.
+    of vocabulary, buckets, valid split and features of times are kept.
     """
     record = load_record(options.out)
     former = {} if record is None else record["options"]
@@ -191,6 +192,7 @@ def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
     # Earlier versions made no features of times.
     if record is not None and "time_features" not in former and options.time_features is None:
         options = replace(options, time_features=())
+    options = replace(options, default_buckets=record is None or bool(former.get("default_buckets")))
     if options.valid_fraction is not None or options.split_rule("valid"):
         return options
     if record is not None and former.get("valid_fraction") is None:

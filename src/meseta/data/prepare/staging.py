@@ -39,7 +39,15 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
     # Earlier versions did not have these options, so their records agree if the option is not used.
     if options.schema is None and options.time_features is None:
         chosen["time_features"] = "the time"
-    for name in ("recipe_only", "encoding", "multi_valued", "valid_by_time", "time_features"):
+    for name in (
+        "recipe_only",
+        "encoding",
+        "multi_valued",
+        "valid_by_time",
+        "time_features",
+        "buckets",
+        "default_buckets",
+    ):
         if not chosen[name]:
             del chosen[name]
     if options.schema is not None:

@@ -143,7 +143,7 @@ class Surveyor:
         If a valid split by time would have fewer than MIN_VALID_ROWS rows, it is drawn instead, and the sources are
         read again.
 
-        Raises MesetaError if times are too equal to be split, or if a column has no value in the training rows.
+        Raises MesetaError if times are too equal to be split.
         """
         quantile_counts = self._quantile_counts
         if self.is_unnecessary:
@@ -155,7 +155,7 @@ class Surveyor:
         ends = [first for first in (splitter.valid_from, splitter.test_from) if first is not None]
         train_until = min(ends) if self._needs_split_times and ends else None
         boundaries = {
-            column: self._quantiles(column, place, number, train_until)
+            column: self._quantiles(place, number, train_until)
             for place, (column, number) in enumerate(quantile_counts.items())
         }
         columns = [age.column for age in self.layout.ages]
@@ -311,9 +311,9 @@ class Surveyor:
             )
         return min(later)
 
-    def _quantiles(self, column: str, place: int, number: int, train_until: float | None) -> tuple[float, ...]:
+    def _quantiles(self, place: int, number: int, train_until: float | None) -> tuple[float, ...]:
         """Return the boundaries of `number` buckets: the distinct values at places floor(k * n / number) of n sorted
-        values.
+        values. A column without values has no boundaries.
 
         Only training rows count: those before `train_until`, or all numbers except NaN if it is `None`.
         """
@@ -321,5 +321,5 @@ class Surveyor:
         training = partial(self._read_training, place, train_until)
         count = count_numbers(training)
         if not count:
-            raise MesetaError(f"prepare: column {column!r} has no value in the training rows; remove its buckets")
+            return ()
         return tuple(sorted(set(order_statistics(training, [k * count // number for k in range(1, number)]))))

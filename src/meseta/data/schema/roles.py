@@ -6,11 +6,16 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from meseta.data.schema.infer import ColumnRole, Role, has_negative, keep_one_per_role
+from meseta.data.schema.infer import ColumnRole, Role, has_negative, keep_one_per_role, parse_number
+from meseta.data.schema.layout import MAX_BUCKETS
 from meseta.data.schema.schema import Schema, is_condition
 from meseta.data.schema.separators import invalid_separator_reason
 from meseta.errors import UnknownColumnError
 from meseta.spec import MesetaError
+
+DEFAULT_NUM_BUCKETS = 20
+MAX_DEFAULT_BUCKETIZED = 100
+"""Maximum number of dense columns that all have buckets by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +32,15 @@ class NamedColumns:
     time: Sequence[str] = ()
     time_features: Sequence[str] | None = None
     """Columns of times that give features. `None` selects the column of the time. Empty means no features."""
+    buckets: Sequence[str] | None = None
+    """Dense columns whose buckets are features too, as NAME or NAME=NUMBER."""
+    default_buckets: bool = False
+    """Whether `None` for `buckets` selects all dense columns with more than two values, if there are at most
+    MAX_DEFAULT_BUCKETIZED dense columns."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, field.name) for field in fields(self))
+        """Whether an option names columns."""
+        return any(getattr(self, field.name) for field in fields(self) if field.name != "default_buckets")
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
         """Return the labels: columns in `names`, or conditions for `resolve_labels`. Raises MesetaError with the prefix
@@ -98,6 +109,34 @@ class NamedColumns:
                 )
         return list(dict.fromkeys(chosen))
 
+    def bucket_counts(
+        self, where: str, guesses: Mapping[str, ColumnRole], samples: Mapping[str, Sequence[str]]
+    ) -> dict[str, int]:
+        """Return the number of buckets of each column whose buckets are features. `guesses` and `samples` are the roles
+        and sampled texts of all columns that are not labels.
+
+        Raises MesetaError, with the prefix `where`, if a name or pattern matches no column, a named column is not
+        dense, or a number is invalid.
+        """
+        roles = keep_one_per_role(guesses)
+        dense = [name for name, guess in roles.items() if guess.role == "dense"]
+        if self.buckets is None:
+            if not self.default_buckets or len(dense) > MAX_DEFAULT_BUCKETIZED:
+                return {}
+            return {name: DEFAULT_NUM_BUCKETS for name in dense if len({*samples.get(name, ())}) > 2}
+        counts: dict[str, int] = {}
+        for entry in self.buckets:
+            column, number = _split_number(where, entry, roles)
+            for name in _matches(where, column, list(roles), roles, "buckets"):
+                if roles[name].role == "dense":
+                    counts[name] = number
+                elif name == column:
+                    raise MesetaError(
+                        f"{where}: column {name!r} for --buckets is read as {roles[name].role}, but only numbers have "
+                        "buckets; add it to --dense"
+                    )
+        return counts
+
     def separators(self, where: str, names: Sequence[str]) -> dict[str, str | None]:
         """Return the separator of each column in `names` that is multi-valued. `None` means to infer it.
 
@@ -131,6 +170,20 @@ def _split_separator(where: str, entry: str, known: Collection[str]) -> tuple[st
             f"--multi-valued '{column}=|'"
         )
     return column, separator
+
+
+def _split_number(where: str, entry: str, known: Collection[str]) -> tuple[str, int]:
+    """Return (name or pattern, number) of an entry of `buckets`."""
+    if entry in known or "=" not in entry:
+        return entry, DEFAULT_NUM_BUCKETS
+    column, _, text = entry.rpartition("=")
+    number = parse_number(text)
+    if number is None or not number.is_integer() or not 2 <= number <= MAX_BUCKETS:
+        raise MesetaError(
+            f"{where}: --buckets {entry!r}: {text!r} must be a whole number in 2..{MAX_BUCKETS}; write --buckets "
+            f"'{column}={DEFAULT_NUM_BUCKETS}'"
+        )
+    return column, int(number)
 
 
 def _matches(where: str, entry: str, names: Sequence[str], known: Collection[str], option: str) -> list[str]:
