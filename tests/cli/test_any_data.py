@@ -84,7 +84,7 @@ def test_one_command_from_file_to_report(
     write(tmp_path / name)
     printed = output_of("train", "--data", name, *SMALL)
     assert "columns, as inferred:" in printed and "--print-schema" in printed
-    sparse = Dataset.load("runs/log/data").sparse
+    sparse = [column for column in Dataset.load("runs/log/data").sparse if column.encoding != "buckets"]
     assert {s.name: (s.multi_valued, s.weighted) for s in sparse} == features
     assert float(printed.split("test AUC ")[1].split()[0]) > 0.7
     assert printed.endswith("report: runs/log/report.html\n")

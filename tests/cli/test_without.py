@@ -53,9 +53,20 @@ def test_left_out_features_equal_ignored_columns_and_new_rows_lack_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     log, short = write_log(tmp_path / "log.csv"), write_log(tmp_path / "short.csv", LEFT_OUT)
-    parse = ("--sparse", "item", "--sparse", "noise", "--sparse", "tags", "--multi-valued", "tags= ")
+    parse = (
+        "--buckets",
+        "none",
+        "--sparse",
+        "item",
+        "--sparse",
+        "noise",
+        "--sparse",
+        "tags",
+        "--multi-valued",
+        "tags= ",
+    )
     ignore = [option for name in LEFT_OUT for option in ("--ignore", name)]
-    whole, ignored = f"data.without=[{','.join(LEFT_OUT)}]", ("--sparse", "item")
+    whole, ignored = f"data.without=[{','.join(LEFT_OUT)}]", ("--buckets", "none", "--sparse", "item")
     output_of("train", "--data", log, "--valid-fraction", "0.2", *parse, whole, "run_dir=a", *FIXED)
     output_of("train", "--data", log, "--valid-fraction", "0.2", *ignored, *ignore, "run_dir=b", *FIXED)
     assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))

@@ -73,22 +73,19 @@ def fit(
         time: Column of times. `None` finds it by its name.
         time_features: Columns of times whose hour, weekday and age become features, as names or patterns. `None` means
             the column of times. An empty list means no features.
-        buckets: Columns of numbers whose 20 buckets of about equal size become features too, as names or patterns.
-            'NAME=N' means N buckets. `None` means all numbers with more than two values, if there are at most 100. An
-            empty list means no features.
+        buckets: Columns of numbers whose 20 buckets of equal size, or N for 'NAME=N', become features, as names or
+            patterns. `None` means all of up to 100 columns of numbers. An empty list means no features.
         valid: Validation split, by which settings and the best weights are selected. It is one of:
             a number from 0 to below 1, the share of rows (0 means no split);
             the time at which the split begins: a larger number (s, ms, us or ns since 1970, by its size), a date, a
             datetime, or text in ISO 8601 such as "2026-01-31";
-            a file, folder, URL or pattern, or a list of them, whose rows may also be in `data`;
-            rows in memory, in any form of `data`.
+            a file, folder, URL or pattern, or a list of them, whose rows may also be in `data`; rows in memory.
             `None` means 0.1, and the last rows if there is a column of times.
         test: Test split, in the same forms. By time, it follows the validation split. `None` means 0.1.
         schema: File that describes the columns, in place of the other arguments that name columns.
         dense: Numeric columns, as names or patterns.
         sparse: Categorical columns, as names or patterns.
-        multi_valued: Categorical columns whose text has several values, as names or patterns. 'NAME=|' names the
-            separator, which is inferred otherwise.
+        multi_valued: Categorical columns of text with several values. 'NAME=|' names a separator, else it is inferred.
         ignore: Columns that are left out, as names or patterns.
         split_by: Whether shares are the last rows by time, or whole groups. `None` draws rows.
         bad_rows: Whether rows of files that cannot be parsed are an error or skipped.

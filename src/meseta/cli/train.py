@@ -194,8 +194,7 @@ def train(
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
             _launch_ranks(nproc, _current_max_restarts(max_restarts, restarts), min_nproc, settings)
         searched = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said) if data else None
-        if data:
-            settings = validate_document(document, config)
+        settings = validate_document(document, config)
         _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, searched=searched)
 
 
