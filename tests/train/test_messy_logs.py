@@ -11,7 +11,13 @@ from common.lightgbm_trials import save_rows
 from common.messy_logs import LOGS, MessyLog
 from sklearn.metrics import roc_auc_score
 
+from sampling import sample
+
 NUM_ROWS = 4000
+
+
+def find_log(name: str) -> MessyLog:
+    return next(log for log in LOGS if log.name == name)
 
 
 def test_half_of_the_logs_write_times_as_text() -> None:
@@ -21,8 +27,9 @@ def test_half_of_the_logs_write_times_as_text() -> None:
     assert sum(len(log.useful) for log in LOGS) >= 100 and sum(len(log.noise) for log in LOGS) >= 100
 
 
-@pytest.mark.parametrize("log", LOGS, ids=lambda log: log.name)
-def test_columns_as_written_determine_the_labels(tmp_path: Path, log: MessyLog) -> None:
+@pytest.mark.parametrize("name", sample([log.name for log in LOGS], k=3, seed=102))
+def test_columns_as_written_determine_the_labels(tmp_path: Path, name: str) -> None:
+    log = find_log(name)
     written = log.write(tmp_path, seed=1, num_rows=NUM_ROWS)
     train, test = log.read(written.train), log.read(written.test)
     logits = log.logits(1, test)
@@ -38,13 +45,14 @@ def test_columns_as_written_determine_the_labels(tmp_path: Path, log: MessyLog) 
     for column in (*log.ids, *log.numbers):
         assert close(raw[column.name].null_count / NUM_ROWS, column.missing, NUM_ROWS), column.name
     # Noise has no effect, and each useful column has one.
-    for name in (*log.sparse, *(column.name for column in log.numbers)):
-        changed = log.logits(1, {**test, name: test[name][::-1]})
-        assert np.array_equal(changed, logits) == (name in log.noise) == (name not in log.useful), name
+    for column in (*log.ids, *log.numbers):
+        changed = log.logits(1, {**test, column.name: test[column.name][::-1]})
+        is_noise = np.array_equal(changed, logits)
+        assert is_noise == (column.name in log.noise) == (column.name not in log.useful), column.name
 
 
 def test_rows_of_lightgbm_are_split_by_time_and_unseen_ids_are_missing(tmp_path: Path) -> None:
-    log = next(log for log in LOGS if log.name == "missing")
+    log = find_log("missing")
     written = log.write(tmp_path, seed=0, num_rows=NUM_ROWS)
     train, test = log.read(written.train), log.read(written.test)
     save_rows(tmp_path / "rows.npz", train, test, log.sparse, log.times.name)
