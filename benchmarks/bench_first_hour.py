@@ -14,13 +14,9 @@ takes four hours on two cores.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import random
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,44 +26,12 @@ from common.command import make_parser
 from common.planted_logs import LOGS, PlantedLog, WrittenLog, write_log
 from common.processes import run_meseta
 from common.result_store import ResultStore
+from common.tuned_runs import Settings, Tuned, draw_settings
 from record import ROOT
-
-from meseta.comm import World
-from meseta.config import read_config_document, validate_document
-from meseta.data import Dataset, PrepareOptions
-from meseta.data.prepare import prepare
-from meseta.train.interop.default_settings import default_batch_size
-from meseta.train.trainer import Trainer
 
 NUM_SETTINGS, NUM_SEEDS = 20, 3
 LIMIT, MEAN_LIMIT = 0.01, 0.005
 """Maximum difference to the best setting of the sweep, for each log and on average."""
-LARGE_ROWS = 500_000
-Settings = Mapping[str, Any]
-
-
-def settings(number: int) -> tuple[Settings, int | None]:
-    """Return a random setting and the minimum count of its vocabulary, which is `None` for hashing."""
-    draw = random.Random(f"first hour {number}")
-    model = draw.choice(["deepfm", "dlrm", "dlrm_dcnv2", "wide_deep"])
-    widths = draw.choice([[64, 32], [128, 64], [256, 128]])
-    dim = draw.choice([4, 8, 16, 32])
-    chosen: dict[str, Any] = {
-        "model.name": model,
-        "model.embedding_dim": dim,
-        "embedding.init.scale": draw.choice([0.01, 0.03, 0.1]),
-        "embedding.optimizer.lr": round(10 ** draw.uniform(-2, -0.7), 4),
-        "dense.optimizer.lr": round(10 ** draw.uniform(-3.5, -2.5), 5),
-        "model.dropout": draw.choice([0.0, 0.2, 0.4]),
-        "embedding.regularization.l2": draw.choice([0.0, 0.0, 1e-6, 1e-5, 1e-4]),
-    }
-    if model.startswith("dlrm"):
-        chosen |= {"model.bottom_mlp": widths[:1], "model.top_mlp": widths}
-    else:
-        chosen |= {"model.deep_mlp": widths}
-    if model == "dlrm_dcnv2":
-        chosen |= {"model.cross_layers": 2, "model.cross_low_rank": 32}
-    return chosen, draw.choice([None, 2, 5])
 
 
 def linear(number: int) -> Settings:
@@ -89,52 +53,6 @@ def one_command(log: WrittenLog, folder: Path) -> dict[str, Any]:
     return {"test": summary["test"]["auc"], "seconds": time.perf_counter() - start_s, "steps": summary["num_steps"]}
 
 
-class Tuned:
-    """Runs with the schema of a person who knows the data."""
-
-    def __init__(self, log: PlantedLog, written: WrittenLog, folder: Path, seed: int) -> None:
-        self._log, self._written, self._folder, self._seed = log, written, folder, seed
-
-    def run(self, chosen: Settings, min_count: int | None) -> dict[str, Any]:
-        start_s = time.perf_counter()
-        data, run_dir = self._prepared(min_count), self._folder / "tuned"
-        shutil.rmtree(run_dir, ignore_errors=True)
-        num_rows = data.splits["train"].num_rows
-        document = read_config_document(None, [f"{key}={json.dumps(value)}" for key, value in chosen.items()])
-        document |= {"run_dir": str(run_dir), "seed": self._seed}
-        document["data"] = {"dir": str(data.dir)}
-        document["train"] = {
-            "batch_size": default_batch_size(num_rows),
-            "epochs": 4 if num_rows > LARGE_ROWS else 12,
-            "eval_every_epochs": 0.5 if num_rows > LARGE_ROWS else 1,
-            "early_stopping": {"metric": "auc", "patience": 2},
-            "finish": "best",
-            "log_every_steps": 10_000,
-        }
-        with contextlib.redirect_stderr(io.StringIO()):
-            summary = Trainer(validate_document(document), World.single()).run()
-        shutil.rmtree(run_dir)
-        figures = {split: summary[split]["auc"] for split in ("valid", "test")}
-        return {**figures, "seconds": time.perf_counter() - start_s}
-
-    def _prepared(self, min_count: int | None) -> Dataset:
-        out = self._folder / f"data-{min_count or 'hash'}"
-        if out.exists():
-            return Dataset.load(out)
-        return prepare(
-            PrepareOptions(
-                sources=[str(self._written.train)],
-                test_files=[str(self._written.test)],
-                valid_fraction=0.1,
-                out=out,
-                sparse=self._log.sparse,
-                dense=["*"],
-                vocabulary=min_count is not None,
-                min_count=min_count or 1,
-            )
-        )
-
-
 def measure(
     log: PlantedLog, seed: int, store: ResultStore, folder: Path, num_rows: int | None = None
 ) -> dict[str, float]:
@@ -146,13 +64,10 @@ def measure(
         return lines[0]
 
     def cell(what: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        cell_values = store.get(f"{log.name}/{seed}/{what}", make)
-        values = ", ".join(f"{key} {value:.4g}" for key, value in cell_values.items() if isinstance(value, int | float))
-        print(f"{log.name} {seed} {what}: {values}", file=sys.stderr, flush=True)
-        return cell_values
+        return store.get_and_print(f"{log.name}/{seed}/{what}", make)
 
     def tuned(what: str, number: int, choose: Callable[[int], tuple[Settings, int | None]]) -> Mapping[str, Any]:
-        run = lambda: Tuned(log, written(), place, seed).run(*choose(number))  # noqa: E731
+        run = lambda: Tuned(written(), place, seed, sparse=log.sparse).run(*choose(number))  # noqa: E731
         return cell(f"{what}-{number}", run)
 
     result = {
@@ -160,7 +75,7 @@ def measure(
         "one command": cell("command", lambda: one_command(written(), place))["test"],
     }
     grid = [tuned("linear", number, lambda n: (linear(n), None)) for number in range(NUM_LINEAR)]
-    sweep = [tuned("sweep", number, settings) for number in range(NUM_SETTINGS)]
+    sweep = [tuned("sweep", number, draw_settings) for number in range(NUM_SETTINGS)]
     for name, runs in (("logistic regression", grid), ("sweep", sweep)):
         result[name] = max(runs, key=lambda run: run["valid"])["test"]
     shutil.rmtree(place, ignore_errors=True)

@@ -44,7 +44,18 @@ def write_log(log: PlantedLog, folder: Path, seed: int, num_rows: int | None = N
     generator = np.random.default_rng([seed, *log.name.encode()])
     num_train, num_test = num_rows or log.num_rows, min(TEST_ROWS, (num_rows or TEST_ROWS))
     columns, logits = log.draw(generator, num_train + num_test)
-    label = (generator.random(num_train + num_test) < 1 / (1 + np.exp(-logits))).astype(np.int8)
+    return write_rows(columns, logits, num_train, generator, folder)
+
+
+def write_rows(
+    columns: Mapping[str, Any],
+    logits: NDArray[np.float64],
+    num_train: int,
+    generator: np.random.Generator,
+    folder: Path,
+) -> WrittenLog:
+    """Draw labels, and write the first `num_train` rows to train.csv and the others to test.csv."""
+    label = (generator.random(len(logits)) < 1 / (1 + np.exp(-logits))).astype(np.int8)
     table = pa.table({"label": label, **columns})
     folder.mkdir(parents=True, exist_ok=True)
     train, test = folder / "train.csv", folder / "test.csv"
@@ -57,7 +68,7 @@ def _effects(draw: np.random.Generator, num_values: int, size: float) -> NDArray
     return draw.normal(0, size, num_values)
 
 
-def _vectors(draw: np.random.Generator, num_values: int, width: int) -> NDArray[np.float64]:
+def draw_vectors(draw: np.random.Generator, num_values: int, width: int) -> NDArray[np.float64]:
     """Return rows whose dot products have a standard deviation of 1."""
     return draw.normal(0, width**-0.25, (num_values, width))
 
@@ -66,7 +77,7 @@ def _texts(prefix: str, ids: NDArray[np.int64]) -> NDArray[Any]:
     return np.char.add(prefix, ids.astype(np.str_))
 
 
-def _zipf(draw: np.random.Generator, num_values: int, power: float, num_rows: int) -> NDArray[np.int64]:
+def draw_ids(draw: np.random.Generator, num_values: int, power: float, num_rows: int) -> NDArray[np.int64]:
     """Return ids whose frequency is a power of their rank, in random order."""
     shares = np.arange(1, num_values + 1, dtype=np.float64) ** -power
     ranks = np.searchsorted(np.cumsum(shares) / shares.sum(), draw.random(num_rows))
@@ -74,9 +85,9 @@ def _zipf(draw: np.random.Generator, num_values: int, power: float, num_rows: in
 
 
 def _pairs(draw: np.random.Generator, num_rows: int) -> Drawn:
-    user, item = _zipf(draw, 2000, 0.6, num_rows), _zipf(draw, 1000, 0.8, num_rows)
+    user, item = draw_ids(draw, 2000, 0.6, num_rows), draw_ids(draw, 1000, 0.8, num_rows)
     hour = draw.integers(0, 24, num_rows)
-    tastes, kinds, hours = _vectors(draw, 2000, 4), _vectors(draw, 1000, 4), _vectors(draw, 24, 4)
+    tastes, kinds, hours = draw_vectors(draw, 2000, 4), draw_vectors(draw, 1000, 4), draw_vectors(draw, 24, 4)
     logits = -1.2 + _effects(draw, 2000, 0.4)[user] + _effects(draw, 1000, 0.4)[item]
     logits += 1.2 * (tastes[user] * kinds[item]).sum(1) + 0.6 * (kinds[item] * hours[hour]).sum(1)
     price = np.round(draw.lognormal(3, 1, num_rows), 2)
@@ -87,10 +98,10 @@ def _pairs(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 
 def _rare_ids(draw: np.random.Generator, num_rows: int) -> Drawn:
-    user, item = draw.integers(0, 60_000, num_rows), _zipf(draw, 3000, 0.9, num_rows)
+    user, item = draw.integers(0, 60_000, num_rows), draw_ids(draw, 3000, 0.9, num_rows)
     kind = draw.integers(0, 20, 3000)[item]
     logits = -1 + _effects(draw, 60_000, 1.0)[user] + _effects(draw, 3000, 0.6)[item]
-    logits += 0.5 * (_vectors(draw, 20, 3)[kind] * _vectors(draw, 60_000, 3)[user]).sum(1)
+    logits += 0.5 * (draw_vectors(draw, 20, 3)[kind] * draw_vectors(draw, 60_000, 3)[user]).sum(1)
     return {"user": _texts("u", user), "item": item, "category": kind, "age": draw.integers(18, 80, num_rows)}, logits
 
 
@@ -99,7 +110,7 @@ def _few_rows(draw: np.random.Generator, num_rows: int) -> Drawn:
     ids = [draw.integers(0, size, num_rows) for size in sizes]
     numbers = draw.normal(0, 1, (num_rows, 4))
     logits = -1 + sum(_effects(draw, size, 0.45)[column] for size, column in zip(sizes, ids, strict=True))
-    logits += 0.7 * (_vectors(draw, 30, 2)[ids[2]] * _vectors(draw, 12, 2)[ids[1]]).sum(1)
+    logits += 0.7 * (draw_vectors(draw, 30, 2)[ids[2]] * draw_vectors(draw, 12, 2)[ids[1]]).sum(1)
     logits += 0.5 * numbers[:, 0] - 0.4 * numbers[:, 1] ** 2 + 0.4
     columns = {f"c{place}": _texts("v", column) for place, column in enumerate(ids)}
     return {**columns, **{f"x{place}": np.round(numbers[:, place], 3) for place in range(4)}}, logits
@@ -107,7 +118,7 @@ def _few_rows(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 def _many_epochs(draw: np.random.Generator, num_rows: int) -> Drawn:
     ids = draw.integers(0, 40, (num_rows, 10))
-    vectors = np.stack([_vectors(draw, 40, 3) for _ in range(10)])
+    vectors = np.stack([draw_vectors(draw, 40, 3) for _ in range(10)])
     picked = vectors[np.arange(10), ids]
     total = picked.sum(1)
     logits = -0.5 + 0.22 * 0.5 * ((total**2).sum(1) - (picked**2).sum((1, 2)))
@@ -132,11 +143,11 @@ def _dense_only(draw: np.random.Generator, num_rows: int) -> Drawn:
 
 def _long_tails(draw: np.random.Generator, num_rows: int) -> Drawn:
     users, items, words = 3_000_000, 300_000, 1_000_000
-    user, item = _zipf(draw, users, 0.8, num_rows), _zipf(draw, items, 1.0, num_rows)
-    word, hour = _zipf(draw, words, 0.9, num_rows), draw.integers(0, 24, num_rows)
+    user, item = draw_ids(draw, users, 0.8, num_rows), draw_ids(draw, items, 1.0, num_rows)
+    word, hour = draw_ids(draw, words, 0.9, num_rows), draw.integers(0, 24, num_rows)
     logits = -1.5 + _effects(draw, users, 0.8)[user] + _effects(draw, items, 0.7)[item]
     logits += _effects(draw, words, 0.5)[word]
-    logits += 0.8 * (_vectors(draw, items, 3)[item] * _vectors(draw, 24, 3)[hour]).sum(1)
+    logits += 0.8 * (draw_vectors(draw, items, 3)[item] * draw_vectors(draw, 24, 3)[hour]).sum(1)
     return {"user_id": user, "item_id": item, "query": _texts("q", word), "hour": hour}, logits
 
 
