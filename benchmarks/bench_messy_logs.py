@@ -8,7 +8,7 @@ after, and the validation rows the last tenth of the training rows. The table ha
 - LightGBM with its defaults;
 - the best of 20 trials of LightGBM: 15 to 255 leaves, rate 0.02 to 0.2, at least 5 to 200 rows in a leaf, shares of
   features and rows, smoothing of categories, early stopping after 50 and at most 1,000 trees;
-- the best of 20 random settings of Meseta;
+- the best of 20 random settings of Meseta, half of them with buckets of numbers;
 - the true probabilities.
 
 All have the hour, the weekday and the age of the time. LightGBM and the random settings have correct roles of columns,
@@ -129,14 +129,16 @@ class Cells:
 
     def measure_sweep(self) -> None:
         for number in range(NUM_SETTINGS):
-            self._measure(f"sweep-{number}", lambda n=number: self._tuned.run(*draw_settings(n)))  # type: ignore[misc]
+            self._measure(f"sweep-{number}", lambda n=number: self._tuned.run(*draw_settings(n), n))  # type: ignore[misc]
 
     @cached_property
     def _tuned(self) -> Tuned:
         log = self.log
         options = {"ignore": log.texts, "time": [log.times.name], "valid_by_time": True}
         numbers = [column.name for column in log.numbers]
-        return Tuned(self.written, self.folder, self.seed, sparse=log.sparse, dense=numbers, options=options)
+        return Tuned(
+            self.written, self.folder, self.seed, sparse=log.sparse, dense=numbers, options=options, may_cut=True
+        )
 
     def _measure(self, name: str, make: Callable[[], Result]) -> Result:
         return self.store.get_and_print(f"{self.log.name}/{self.seed}/{name}", make)
@@ -247,7 +249,8 @@ def column_lines(cells: Sequence[Cells]) -> Iterator[str]:
     for cell in cells:
         if (command := cell.find(COMMAND)) is None:
             continue
-        used = {*command["columns"]} - {*command["without"]}
+        # A column is used if its numbers or their buckets are.
+        used = {name.removesuffix(".bucket") for name in {*command["columns"]} - {*command["without"]}}
         right = {
             "noise columns left out": (cell.log.noise, {*cell.log.noise} - used),
             "useful columns kept": (cell.log.useful, {*cell.log.useful} & used),
