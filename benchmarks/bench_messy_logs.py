@@ -247,7 +247,9 @@ def column_lines(cells: Sequence[Cells]) -> Iterator[str]:
     for cell in cells:
         if (command := cell.find(COMMAND)) is None:
             continue
-        used = {*command["columns"]} - {*command["without"]}
+        features = {*command["columns"]} - {*command["without"]}
+        # A column that is left out may still have a feature of its buckets.
+        used = features | {name.removesuffix(".bucket") for name in features}
         right = {
             "noise columns left out": (cell.log.noise, {*cell.log.noise} - used),
             "useful columns kept": (cell.log.useful, {*cell.log.useful} & used),
