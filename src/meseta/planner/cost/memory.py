@@ -299,6 +299,17 @@ def replica_gradient_bytes(transfers: Sequence[Transfer], load: ShardLoads) -> F
     return load.element_bytes * sum(numbers, np.zeros(len(load.num_ids)))
 
 
+def row_gradient_bytes(workload: Workload, load: ShardLoads) -> Floats:
+    """Return the bytes of the row gradients of each shard [n], which are kept for one norm of all gradients.
+
+    They are 0 without such a norm, because updates then sum the gradients of one row at a time.
+    """
+    # The sums of rows have buffers with a row for each id.
+    rows = np.where(load.is_frozen, 0.0, np.maximum(load.num_ids, load.num_distinct_rows))
+    num_bytes: Floats = rows * (load.num_columns * load.element_bytes + GLOBAL_ROW_ID_BYTES)
+    return num_bytes * workload.dense_exchange.clips_rows
+
+
 def _stored_bytes_by_memory(batch: PlanLoads, what: Literal["row_bytes", "state_bytes"]) -> dict[Memory, Floats]:
     """Return the bytes of each rank [R] in each memory, for rows with their cache metadata, or for optimizer states."""
     bytes_by_memory: dict[Memory, Floats] = {}
@@ -359,6 +370,7 @@ def _activation_bytes(batch: PlanLoads, run: RunBytes) -> tuple[Floats, Floats]:
         step = backward / run.num_micro_batches + run.step_bytes
     if run.num_micro_batches > 1:  # Micro-batches keep gradients of bags, and ids, until the update.
         step = step + samples * (bag_bytes + 8 * loads.ids_per_sample.sum())
+    step = step + batch.placement.sum_by_rank(row_gradient_bytes(loads.workload, batch.sharded))
     evaluation = forward * (scored / samples) + (bag_bytes + activation_bytes / 2) * scored
     if run.evaluation_bytes is not None:
         evaluation = forward * (scored / samples) + run.evaluation_bytes
