@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
-from functools import partial
 from itertools import count
 from numbers import Real
 from pathlib import Path
@@ -20,14 +19,13 @@ from meseta.api.callbacks import Callback
 from meseta.api.command import run_command
 from meseta.api.errors import argument_errors, spooled_names
 from meseta.api.rows import Rows, as_paths, file_paths, storage_errors
-from meseta.api.run import Run
+from meseta.api.run import Run, lock_spool
 from meseta.config import RunConfig, read_config_document
 from meseta.config.load import get_value
 from meseta.data.formats.table_rows import parse_times
 from meseta.data.prepare.staging import SPOOL_FOLDER, load_record
 from meseta.errors import format_value
 from meseta.spec import MesetaError
-from meseta.system.locks import FolderLock
 from meseta.train.interop.default_settings import default_run_dir
 
 Files = str | Path | Sequence[str | Path]
@@ -121,29 +119,16 @@ def fit(
 
 @contextmanager
 def _open_spool(run_dir: Path) -> Iterator[Path]:
-    """Context manager around an empty folder in `run_dir`. Raises MesetaError if another `fit` uses `run_dir`."""
-    lock = FolderLock(run_dir, partial(_in_use_text, run_dir), file=f"{SPOOL_FOLDER}.lock")
+    """Context manager around an empty folder in `run_dir`. Raises MesetaError as `lock_spool` does."""
     spool = run_dir / SPOOL_FOLDER
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise MesetaError(f"fit: {str(run_dir)!r}: {error.strerror}; choose another run_dir") from None
-    try:
-        shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
-        with storage_errors(spool):
-            spool.mkdir()
-        yield spool
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
-        lock.release()
-
-
-def _in_use_text(run_dir: Path, holder: str) -> str:
-    return (
-        f"fit: run_dir {str(run_dir)!r} is in use: another fit of {holder} prepares or trains in it; wait until it has "
-        "ended, or choose another run_dir"
-    )
+    with lock_spool("fit", run_dir):
+        try:
+            shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
+            with storage_errors(spool):
+                spool.mkdir()
+            yield spool
+        finally:
+            shutil.rmtree(spool, ignore_errors=True)
 
 
 def _config_document(config: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str, Any]:
