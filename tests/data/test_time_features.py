@@ -271,9 +271,9 @@ def test_the_rule_of_the_valid_split_is_printed(tmp_path: Path, capsys: pytest.C
 
 
 def test_options_of_the_command() -> None:
-    assert column_options(time_features=["none"]) == {"time_features": ()}
-    assert column_options(time_features=["a,b*", "c"]) == {"time_features": ["a", "b*", "c"]}
-    assert column_options(time_features=None) == {}
+    assert column_options({"time_features": ["none"]}) == {"time_features": ()}
+    assert column_options({"time_features": ["a,b*", "c"]}) == {"time_features": ["a", "b*", "c"]}
+    assert column_options({"time_features": None}) == {}
 
 
 def test_records_of_earlier_versions_keep_their_choices(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from meseta.config import RunConfig, read_config_document
 from meseta.config.load import get_value
 from meseta.data.formats.table_rows import parse_times
 from meseta.data.prepare.staging import SPOOL_FOLDER, load_record
+from meseta.data.schema.roles import COLUMN_OPTIONS
 from meseta.errors import format_value
 from meseta.spec import MesetaError
 from meseta.train.interop.default_settings import default_run_dir
@@ -32,8 +33,6 @@ Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split, see `fit`."""
-COLUMN_OPTIONS = ("label", "time", "time_features", "dense", "sparse", "multi_valued", "ignore")
-"""Arguments of `fit` that name columns."""
 
 
 def fit(
@@ -91,29 +90,31 @@ def fit(
         nproc: Number of ranks on this machine.
         callbacks: Objects that this process calls with the events of the run. They may stop it.
     """
+    arguments = locals()
+    columns = {name: arguments[name] for name in COLUMN_OPTIONS}
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    features = ["none"] if time_features is not None and not time_features else time_features
-    columns = dict(zip(COLUMN_OPTIONS, (label, time, features, dense, sparse, multi_valued, ignore), strict=True))
+    if time_features is not None and not time_features:
+        columns["time_features"] = ["none"]
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
-        arguments = ["train", str(spool / "config.yaml")]
+        command = ["train", str(spool / "config.yaml")]
         paths = file_paths(data, spool)
         names = spooled_names(paths, spool)
-        arguments += [part for path in paths for part in ("--data", path)]
+        command += [part for path in paths for part in ("--data", path)]
         for name, value in options.items():
-            arguments += _option(name, value)
+            command += _option(name, value)
         for split, rows in (("valid", valid), ("test", test)):
             split_options = _split_options(split, rows, spool)
             names |= spooled_names(split_options[1::2], spool, split)
-            arguments += split_options
+            command += split_options
         with storage_errors(spool):
             (spool / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
         _check_same_rows(document, spool)
         names[f"config {str(spool / 'config.yaml')!r}"] = f"config {str(config)!r}" if _is_path(config) else "config"
         with argument_errors("fit", names):
-            run_command(arguments, callbacks)
+            run_command(command, callbacks)
     return Run(folder)
 
 

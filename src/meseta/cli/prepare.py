@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_SHARES = 10
 """Maximum number of features to list in a table or in warnings."""
+COLUMN_ARGUMENTS = ("label", "dense", "sparse", "multi_valued", "ignore", "time_column", "time_features")
+"""Arguments of commands that name columns."""
 _COLUMNS_PANEL, _SPLITS_PANEL = "Column types", "Splits"
 TestFractionOption = Annotated[
     float | None,
@@ -234,9 +236,10 @@ def prepare(
     verbose: VerboseOption = False,
 ) -> None:
     """Convert raw click logs to a dataset for `meseta train`: Parquet files and a dataset.json."""
+    arguments = locals()
     CurrentDetail.choose("prepare", quiet=quiet, verbose=verbose)
     if like is not None:
-        _check_like_options(locals())
+        _check_like_options(arguments)
         _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
         return
     from meseta.data.prepare.options import PrepareOptions
@@ -257,15 +260,7 @@ def prepare(
         hash_rows_by_feature=rows_by_feature,
         vocabulary=vocabulary,
         min_count=min_count,
-        **column_options(
-            label=label,
-            dense=dense,
-            sparse=sparse,
-            multi_valued=multi_valued,
-            ignore=ignore,
-            time=time_column,
-            time_features=time_features,
-        ),
+        **column_options(arguments),
         schema=schema,
         encoding=encoding,
         recipe_only=recipe_only,
@@ -394,11 +389,14 @@ def comma_list(text: str) -> list[str]:
 _MULTI_VALUED_ENTRY = re.compile(r"[^,]*?=.(?=,|$)|[^,]+")
 
 
-def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
+def column_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas.
 
-    The entry `none` alone means no features of times.
+    `arguments` are those of a command. The entry `none` alone means no features of times.
     """
+    columns: dict[str, Sequence[str] | None] = {
+        name.removesuffix("_column"): arguments.get(name) for name in COLUMN_ARGUMENTS
+    }
     names = {
         option: [
             name
