@@ -341,9 +341,19 @@ def run_prepare(options: PrepareOptions, command: str = "the same command", *, i
         show = partial(print_layout, has_schema=options.schema is not None, is_random_split=by_chance, command=command)
         dataset = prepare(options, progress, None if CurrentDetail.is_quiet() else show)
     print_summary(dataset, options.out, time.perf_counter() - start_s, is_result=is_result)
-    if options.valid_by_time and dataset.time is not None and not CurrentDetail.is_quiet():
-        _print_valid_rule(dataset)
+    if not CurrentDetail.is_quiet():
+        _print_dates(dataset)
+        if options.valid_by_time and dataset.time is not None:
+            _print_valid_rule(dataset)
     return dataset
+
+
+def _print_dates(dataset: Dataset) -> None:
+    """Print which columns of times give no hour."""
+    hours = {feature.made_of for feature in dataset.sparse if feature.encoding == "hour"}
+    for age in (feature.age for feature in dataset.dense if feature.age is not None):
+        if (age.column,) not in hours:
+            typer.echo(f"  {age.column} has dates without clock times, so {age.column}.hour is no feature")
 
 
 def _print_valid_rule(dataset: Dataset) -> None:
