@@ -16,8 +16,8 @@ CALLBACKS_VARIABLE = "MESETA_CALLBACKS"
 """Environment variable with the pipes to callbacks."""
 STOPPING_KINDS = ("step", "train", "eval")
 """Kinds of events that are answered before training continues."""
-CONTINUE, STOP, INTERRUPT = b"c", b"s", b"i"
-"""Answers to an event. After an error of a callback, the run is interrupted: it saves a checkpoint and ends."""
+CONTINUE, STOP, INTERRUPT = b"c", b"s", b"i"  # The last one ends the run after a checkpoint.
+"""Answers to an event."""
 
 
 class StartEvent(Entry):
