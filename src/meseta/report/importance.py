@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meseta.report.charts.chart import interval_bars
 from meseta.report.charts.markup import escape, table, tag
-from meseta.report.record import RunRecord
+from meseta.report.record import RunRecord, format_value
 from meseta.telemetry.formatting import format_count, format_decimal, is_drawable
 from meseta.telemetry.summary import FeatureImportance, ImportanceSummary
 
@@ -100,8 +100,11 @@ def baseline_table(record: RunRecord) -> str:
     note = (
         f"LightGBM {summary.baseline.version} with default parameters, fitted to "
         f"{format_count(summary.baseline.num_rows)} training rows. It uses categories of single-valued features, and "
-        "the number of ids of multi-valued ones."
+        "the number of ids of multi-valued ones. Missing numbers have fill values, because the dataset does not mark "
+        "them."
     )
+    if left_out := record.config_value("data.without"):
+        note += f" It lacks the features that the model lacks: {format_value(left_out)}."
     return (
         tag("h3", "LightGBM on all rows of these splits")
         + table(["prediction", "AUC", "log loss", "NE"], rows, {1, 2, 3}, "compact")

@@ -46,7 +46,7 @@ MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "
 # optimizer_state   optimizer states of rows
 # dense_part        dense parameters, their gradients and moments
 # activations       batches in flight, with exchange buffers
-# reading           decoded windows and batches that are read ahead
+# reading           decoded windows and batches that are read ahead, and rows of a baseline
 # saving            checkpoint blocks on their way to files
 # copies            copies from which background saves write
 # process           all other memory of the process
@@ -106,6 +106,8 @@ class RunBytes:
     num_micro_batches: int = 1
     reading_bytes: int = 0
     """Host memory of each rank for decoded windows and batches that are read ahead."""
+    baseline_bytes: int = 0
+    """Host memory of rank 0 while a baseline is fitted after training."""
     process_bytes: int = 0
     """Other memory of each rank, see `PROCESS_OVERHEAD_BYTES`."""
     has_deltas: bool = False
@@ -233,6 +235,8 @@ def memory_bytes_by_part(batch: PlanLoads, run: RunBytes | None = None) -> Memor
     is_beside = run.saves_from_copies or (run.saves_during_training and kind.has_disk_rows)
     copies = _copied_bytes(batch) + parameters if run.saves_from_copies else zeros
 
+    baseline = run.baseline_bytes * (np.arange(placement.num_ranks) == 0)
+
     def of(phase: Phase) -> dict[Memory, dict[MemoryPart, Floats]]:
         is_start, saves = phase == "start", phase == "checkpoint"
         trains = phase in ("first step", "steady") or (saves and is_beside)
@@ -247,7 +251,7 @@ def memory_bytes_by_part(batch: PlanLoads, run: RunBytes | None = None) -> Memor
         host: dict[MemoryPart, Floats] = {
             "tables": rows[HOST],
             "optimizer_state": state[HOST],
-            "reading": zeros + run.reading_bytes,
+            "reading": zeros + run.reading_bytes + (phase == "evaluation") * baseline,
             "process": zeros + run.process_bytes,
             "saving": zeros + (saving if saves else ALLOCATOR_RETAINED_SHARE * saving if keeps else 0),
             "copies": zeros if phase in ("start", "first step") else copies,
