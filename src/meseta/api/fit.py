@@ -99,10 +99,9 @@ def fit(
         columns["time_features"] = ["none"]
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
-        command = ["train", str(spool / "config.yaml")]
         paths = file_paths(data, spool)
+        command = ["train", str(spool / "config.yaml"), *(part for path in paths for part in ("--data", path))]
         names = spooled_names(paths, spool)
-        command += [part for path in paths for part in ("--data", path)]
         for name, value in options.items():
             command += _option(name, value)
         for split, rows in (("valid", valid), ("test", test)):
