@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import meseta
-from meseta.api.errors import argument_errors, spooled_names
+from meseta.api.errors import ARGUMENTS, argument_errors, as_hint, spooled_names
+from meseta.cli.prepare import _print_valid_rule, run_prepare
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.errors import MesetaError
 from sampling import sample
@@ -40,8 +41,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"schema": "s.yaml"},
-        "fit: schema= cannot be used with label=, dense=, sparse=, ignore= or time=; use either the schema or these "
-        "options",
+        "fit: schema= cannot be used with label=, dense=, sparse=, multi_valued=, ignore=, time= or time_features=; "
+        "use either the schema or these options",
     ),
     (
         {"valid": 0.2, "split_by": "group"},
@@ -148,3 +149,16 @@ def test_notebooks_show_the_users_lines_only() -> None:
     assert __file__ in place and line.strip() == 'meseta.open_run("nowhere")'
     assert not any("meseta/api/" in text for text in rest)  # The checks of tests add lines.
     assert message == f"MesetaError: {raised.value}"
+
+
+def test_hints_name_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pq.write_table(ROWS.rename_columns(["clicked", "user", "price", "timestamp"]), tmp_path / "rows.parquet")
+    options = PrepareOptions(sources=[str(tmp_path / "rows.parquet")], out=tmp_path / "out")
+    dataset = run_prepare(options, command="`meseta prepare FILE --out DIR`")
+    _print_valid_rule(dataset.model_copy(update={"valid_from": 1_700_000_100.0, "valid_fraction": 0.1}))
+    lines = capsys.readouterr().out.splitlines()
+    hints = [as_hint(line) for line in lines]
+    assert sum(hint != line for hint, line in zip(hints, lines, strict=True)) >= 3
+    assert not any(f"--{name}" in "".join(hint.split("`")[::2]) for hint in hints for name in ARGUMENTS)
+    assert "test rows are drawn at random from all times; test=TIME tests on later rows, as in production" in hints
+    assert as_hint("--time seen --test-after TIME tests") == "time='seen' and test=TIME tests"

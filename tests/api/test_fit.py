@@ -165,7 +165,7 @@ def test_a_second_fit_in_a_folder_is_refused(table: pa.Table, tmp_path: Path) ->
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield table.to_batches()[0]
-        with pytest.raises(MesetaError, match=rf"/run' is in use: another fit of process {os.getpid()} on "):
+        with pytest.raises(MesetaError, match=rf"/run' is in use: another fit or resume of process {os.getpid()} on "):
             meseta.fit(table, "label", run_dir=run_dir)
         assert (run_dir / SPOOL_FOLDER).exists()
         raise OSError("the database is gone")
@@ -173,6 +173,20 @@ def test_a_second_fit_in_a_folder_is_refused(table: pa.Table, tmp_path: Path) ->
     with pytest.raises(OSError, match="the database is gone"):
         meseta.fit(pa.RecordBatchReader.from_batches(table.schema, batches()), "label", run_dir=run_dir)
     assert list(run_dir.iterdir()) == []
+
+
+def test_resume_is_refused_while_a_fit_spools_rows(table: pa.Table, trained: meseta.Run, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(trained.path, tmp_path / "run"))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield table.to_batches()[0]
+        with pytest.raises(MesetaError, match=rf"^resume: run_dir .* is in use: another fit .* {os.getpid()} on "):
+            meseta.open_run(run_dir).resume()
+        assert (run_dir / SPOOL_FOLDER).exists()
+        raise OSError("the database is gone")
+
+    with pytest.raises(OSError, match="the database is gone"):
+        meseta.fit(pa.RecordBatchReader.from_batches(table.schema, batches()), "label", run_dir=run_dir)
 
 
 @pytest.mark.soak
@@ -189,7 +203,7 @@ meseta.fit(pa.RecordBatchReader.from_batches(table.schema, batches()), run_dir={
 """
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdout.readline() == "spooled\n"
-        with pytest.raises(MesetaError, match=f"is in use: another fit of process {job.pid} on "):
+        with pytest.raises(MesetaError, match=f"is in use: another fit or resume of process {job.pid} on "):
             meseta.fit(table, "label", config=CONFIG, run_dir=tmp_path / "run")
         job.kill()
     assert (tmp_path / "run" / SPOOL_FOLDER).exists()

@@ -73,8 +73,8 @@ def test_columns_from_options(tmp_path: Path) -> None:
     assert bucket_counts(PrepareOptions(**options, buckets=["r*=5", "price"])) == {"rate": 5, "price": 20}
     assert not bucket_counts(PrepareOptions(**options, buckets=()))
     assert not bucket_counts(PrepareOptions(**options, buckets=["s*"], dense=["price"], sparse=["score"]))
-    assert column_options(buckets=["none"]) == {"buckets": ()}
-    assert column_options(buckets=["a=5,b*"]) == {"buckets": ["a=5", "b*"]}
+    assert column_options({"buckets": ["none"]}) == {"buckets": ()}
+    assert column_options({"buckets": ["a=5,b*"]}) == {"buckets": ["a=5", "b*"]}
 
 
 @pytest.mark.parametrize(

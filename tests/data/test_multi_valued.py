@@ -207,7 +207,7 @@ def test_commas_and_spaces_may_be_separators() -> None:
         "a=,b": ["a=", "b"],
     }
     for text, expected in cases.items():
-        assert column_options(multi_valued=[text]) == {"multi_valued": expected}, text
+        assert column_options({"multi_valued": [text]}) == {"multi_valued": expected}, text
 
 
 WORDS = st.text(alphabet="abcXYZ019-_.' ", min_size=1, max_size=6).filter(lambda word: word.strip() == word)

@@ -113,8 +113,9 @@ def test_features_can_be_chosen(tmp_path: Path) -> None:
         run(tmp_path, "*.ffm", force=True, sparse=["field_3"])
     with pytest.raises(MesetaError, match="'field_1' is used twice"):
         run(tmp_path, "*.ffm", force=True, sparse=["field_1", "field_1"])
-    with pytest.raises(MesetaError, match="there are no dense features"):
-        run(tmp_path, "*.ffm", force=True, dense=["field_1"])
+    for refused in ({"dense": ["field_1"]}, {"time_features": ["field_1"]}):
+        with pytest.raises(MesetaError, match="there are no dense features and no times"):
+            run(tmp_path, "*.ffm", force=True, **refused)
     (tmp_path / "schema.yaml").write_text("label: label\n")
     with pytest.raises(MesetaError, match="has no categorical feature"):
         run(tmp_path, "*.ffm", force=True, schema=tmp_path / "schema.yaml")

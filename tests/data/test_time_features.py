@@ -116,6 +116,24 @@ def test_features_equal_those_of_datetime(tmp_path: Path, name: str) -> None:
     assert DatasetEncoding.from_dict(DatasetEncoding.from_dataset(dataset).to_dict(), "x").dense == dataset.dense
 
 
+@pytest.mark.parametrize("has_clock", [False, True])
+def test_dates_give_no_hour(tmp_path: Path, capsys: pytest.CaptureFixture[str], has_clock: bool) -> None:
+    """The clock times of test rows do not matter."""
+    texts = [f"2026-03-{day:02}" for day in range(1, 12)]
+    write_rows(tmp_path / "train.csv", [*texts, "", "2026-03-12 00:00:01" if has_clock else "2026-03-12"])
+    write_rows(tmp_path / "test.csv", ["2026-03-13 17:00"])
+    options = PrepareOptions(
+        sources=[f"{tmp_path}/train.csv"], test_files=[f"{tmp_path}/test.csv"], time=["timestamp"], out=tmp_path / "out"
+    )
+    dataset = run_prepare(options)
+    printed = "timestamp has dates without clock times, so timestamp.hour is no feature" in capsys.readouterr().out
+    assert ["timestamp.hour" in [feature.name for feature in dataset.sparse], printed] == [has_clock, not has_clock]
+    weekdays = [datetime(2026, 3, day, tzinfo=UTC).isoweekday() for day in range(1, 12)]
+    assert read_split(dataset.dir, "train")["timestamp.weekday"].to_pylist()[:11] == weekdays
+    prepare_like(PrepareLikeOptions(sources=[f"{tmp_path}/test.csv"], like=tmp_path / "out", out=tmp_path / "l"))
+    assert read_split(tmp_path / "l", "test").equals(read_split(dataset.dir, "test"))
+
+
 def test_missing_times_and_other_time_columns(tmp_path: Path) -> None:
     seconds = [str(int(moment.timestamp())) for moment in MOMENTS]
     texts = [FORMATS["naive"](moment) for moment in MOMENTS]
@@ -271,9 +289,9 @@ def test_the_rule_of_the_valid_split_is_printed(tmp_path: Path, capsys: pytest.C
 
 
 def test_options_of_the_command() -> None:
-    assert column_options(time_features=["none"]) == {"time_features": ()}
-    assert column_options(time_features=["a,b*", "c"]) == {"time_features": ["a", "b*", "c"]}
-    assert column_options(time_features=None) == {}
+    assert column_options({"time_features": ["none"]}) == {"time_features": ()}
+    assert column_options({"time_features": ["a,b*", "c"]}) == {"time_features": ["a", "b*", "c"]}
+    assert column_options({"time_features": None}) == {}
 
 
 def test_records_of_earlier_versions_keep_their_choices(tmp_path: Path) -> None:

@@ -191,3 +191,11 @@ def test_non_finite_gradients_change_nothing() -> None:
     with pytest.raises(MesetaError, match=r"^the gradients are not finite, so train.clip_norm cannot scale them;"):
         pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))(batch(0))
     assert all(torch.equal(a, shard.weight) for a, shard in zip(rows, ours.embeddings.shards, strict=True))
+
+
+def test_no_sort_is_started_that_the_update_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU sorts ids after the lookup, unless the gradients are clipped."""
+    ours, clips = Ours(dict.fromkeys(ROWS, OptimizerSpec(name="sgd", lr=0.3))), list[bool]()
+    monkeypatch.setattr(type(ours.embeddings), "_start_sort", lambda self, batch: clips.append(batch.clip is not None))
+    pipeline(ours, torch.optim.SGD(ours.parameters(), lr=0.3))(batch(0))
+    assert clips == [True]

@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse
 import torch
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss
+from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor
 
 from meseta.comm import World
@@ -131,13 +131,16 @@ def test_no_dense_feature_is_needed() -> None:
 
 def test_a_run_records_the_loss_on_its_validation_rows(tiny: Path, tmp_path: Path) -> None:
     document = settings(tiny_with_valid(tiny), tmp_path, report__importance=True, data__negative_keep=0.5)
-    recorded, config = train(document)["importance"], validate_document(document)
+    summary, config = train(document), validate_document(document)
+    recorded = summary["importance"]
     dataset = Dataset.load(config.data.dir)
     readers = [make_reader(config, dataset, split, World.single(), in_order=True) for split in ("train", "valid")]
     training, rows = (join_batches(list(reader.epoch())) for reader in readers)
     assert recorded["num_logistic_rows"] == training.batch_size < dataset.splits["train"].num_rows
     logits = score_logistic_regression(training, rows, dataset.sparse, seed=config.seed) + np.log(0.5)
     assert recorded["logistic_logloss"] == pytest.approx(mean_loss(rows.label, logits), rel=1e-5)
+    assert recorded["logistic_auc"] == pytest.approx(roc_auc_score(rows.label, logits), abs=1e-9)
+    assert recorded["auc"] == pytest.approx(summary["valid"]["auc"], abs=1e-9)
 
 
 def test_few_parts_of_a_split_are_read(tiny: Path, tmp_path: Path) -> None:

@@ -14,8 +14,14 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from bad_input.commands import run_here
-from meseta.train.interop import lightgbm_baseline
-from small_run import settings, table_checksums, tiny_with_valid, train, write_config
+from meseta.config import validate_document
+from meseta.data.dataset.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.spec import MesetaError
+from meseta.train.setup import baseline_sample, memory
+from meseta.train.setup.meta_model import make_meta_model
+from meseta.train.setup.specs import make_specs
+from small_run import predicted_memory, settings, table_checksums, tiny_with_valid, train, write_config
 
 SINGLE, MULTIPLE = ("user", "item", "city"), "tags"
 
@@ -25,25 +31,28 @@ def data(tiny: Path) -> Path:
     return tiny_with_valid(tiny)
 
 
-def read_split(data: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+def read_split(data: Path, split: str, single: tuple[str, ...] = SINGLE) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs and labels of a split."""
     features = pq.read_table(data / split)
     dense = [features[name].to_numpy() for name in ("price", "age")]
-    ids = [features[name].to_numpy() for name in SINGLE]
+    ids = [features[name].to_numpy() for name in single]
     lengths = [len(bag) for bag in features[MULTIPLE].to_pylist()]
     return np.column_stack([*dense, *ids, lengths]).astype(np.float64), features["label"].to_numpy()
 
 
-def direct_metrics(data: Path, num_rows: int | None = None) -> dict[str, tuple[float, float]]:
+def direct_metrics(
+    data: Path, num_rows: int | None = None, single: tuple[str, ...] = SINGLE
+) -> dict[str, tuple[float, float]]:
     """Return (AUC, log loss) by split of LightGBM with default parameters on the first `num_rows` training rows."""
-    inputs, labels = read_split(data, "train")
+    inputs, labels = read_split(data, "train", single)
+    categories = list(range(2, 2 + len(single)))
     rows = lightgbm.Dataset(
-        inputs[:num_rows], labels[:num_rows], categorical_feature=[2, 3, 4], params={"verbosity": -1}
+        inputs[:num_rows], labels[:num_rows], categorical_feature=categories, params={"verbosity": -1}
     )
     booster = lightgbm.train({"objective": "binary", "verbosity": -1, "num_threads": 1}, rows)
     result = {}
     for split in ("valid", "test"):
-        inputs, labels = read_split(data, split)
+        inputs, labels = read_split(data, split, single)
         predictions = booster.predict(inputs)
         result[split] = float(roc_auc_score(labels, predictions)), float(log_loss(labels, predictions))
     return result
@@ -67,6 +76,33 @@ def test_metrics_are_those_of_lightgbm_alone(data: Path, tmp_path: Path) -> None
     assert f"{expected['test'][0]:.4f}" in page and "LightGBM, test" in page
 
 
+def test_it_has_the_features_of_the_model(data: Path, tmp_path: Path) -> None:
+    document = settings(data, tmp_path / "run", train__max_steps=2, report__baseline="lightgbm", data__without=["item"])
+    measured = measured_metrics(train(document))
+    for split, values in direct_metrics(data, single=("user", "city")).items():
+        assert measured[split] == pytest.approx(values, abs=1e-6)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "It lacks the features that the model lacks: item." in page
+
+
+def test_its_memory_is_checked(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = peak_bytes(settings(data, tmp_path / "run"))
+    document = settings(data, tmp_path / "run", report__baseline="lightgbm")
+    monkeypatch.setattr(baseline_sample, "_MATRIX_BYTES_PER_INPUT", 10**6)
+    assert peak_bytes(document) > plain + 10**9
+    monkeypatch.setattr(memory, "available_bytes", lambda device: plain + 10**8)
+    with pytest.raises(MesetaError, match=r"report.baseline=null needs"):
+        train(document)
+
+
+def peak_bytes(document: dict[str, Any]) -> int:
+    """Return the predicted peak memory of a run on one rank, without saves."""
+    config, dataset = validate_document(document), Dataset.load(document["data"]["dir"])
+    collection = EmbeddingBagCollection(*make_specs(config, dataset))
+    outline = make_meta_model(config, dataset, collection)
+    return int(predicted_memory(config, dataset, outline, collection.plan, 0).total)
+
+
 def test_it_changes_no_bit_of_the_run(data: Path, tmp_path: Path) -> None:
     checksums = []
     for baseline in (None, "lightgbm"):
@@ -79,7 +115,7 @@ def test_it_changes_no_bit_of_the_run(data: Path, tmp_path: Path) -> None:
 
 def test_the_number_of_rows_is_limited(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four batches of 130 rows are evenly spaced parts, so a limit of one batch takes the first rows."""
-    monkeypatch.setattr(lightgbm_baseline, "MAX_ROWS", 120)
+    monkeypatch.setattr(baseline_sample, "MAX_ROWS", 120)
     summary = train(settings(data, tmp_path / "run", train__max_steps=2, report__baseline="lightgbm"))
     assert summary["baseline"]["num_rows"] == 120
     for split, values in direct_metrics(data, 120).items():

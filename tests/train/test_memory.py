@@ -89,6 +89,26 @@ def test_activations_of_a_step_match_the_prediction(tmp_path: Path, tiny: Path, 
     assert whole >= 2 * pooled.nbytes  # the pooled embeddings and their gradient
 
 
+def test_row_gradients_that_wait_for_one_norm_are_predicted(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"train__batch_size": 1000, "train__max_steps": 1, "train__eval_batch_size": 1000}
+    clipped = settings(tiny, tmp_path / "run", **few, train__clip_norm=1e9)
+    plain = settings(tiny, tmp_path / "run", **few)
+    kept, clip = list[int](), EmbeddingBagCollection._clip_gradients
+
+    def measure(*arguments: Any) -> Any:
+        sums, factor = clip(*arguments)
+        for one in sums.values():
+            kept.extend(tensor.untyped_storage().nbytes() for tensor in (one.rows, one.gradient))
+        return sums, factor
+
+    monkeypatch.setattr(EmbeddingBagCollection, "_clip_gradients", measure)
+    Trainer(RunConfig.model_validate(clipped), World.single()).run()
+    need = predicted(tiny, clipped).activations - predicted(tiny, plain).activations
+    assert sum(kept) == pytest.approx(need, rel=0.05)
+
+
 def test_no_parameter_is_allocated_before_memory_is_checked(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,17 +258,17 @@ def test_importances_are_sorted_and_in_units_of_ne(tmp_path: Path) -> None:
     assert "Label 'click<b>', 6,410 rows of the valid split, each column permuted once." in page.text
     assert "age: 0.04 (0.032 to 0.048)" in page.texts and "city: -0.002 (-0.01 to 0.006)" in page.texts
     at = page.texts.index("constant")
-    assert page.texts[at - 3 : at + 3] == ["model", "0.4321", "0.8642", "constant", "0.5000", "1.0000"]
+    assert page.texts[at - 4 : at + 4] == ["model", "–", "0.4321", "0.8642", "constant", "–", "0.5000", "1.0000"]
     assert "logistic regression" not in page.texts
     whiskers = [attributes for _, attributes in page.tags if attributes.get("class") == "whisker"]
     assert len(whiskers) == 1 + len(ROWS)
     summary = json.loads((run_dir / "summary.json").read_text())
-    logistic = {"logistic_logloss": 0.45678, "num_logistic_rows": 49152}
+    logistic = {"logistic_logloss": 0.45678, "logistic_auc": 0.71236, "num_logistic_rows": 49152}
     summary["importance"] = importance({"age": 0.02}) | logistic
     (run_dir / "summary.json").write_text(json.dumps(summary))
     page = report(run_dir)
     at = page.texts.index("logistic regression")
-    assert page.texts[at + 1 : at + 4] == ["0.4568", "0.9136", "constant"]
+    assert page.texts[at + 1 : at + 5] == ["0.7124", "0.4568", "0.9136", "constant"]
     assert "fitted briefly, to 49,152 training rows" in page.text
     summary["importance"] = importance({f"f{i}": 0.001 * i for i in range(50)}) | {"constant_logloss": 0.0}
     (run_dir / "summary.json").write_text(json.dumps(summary))

@@ -12,6 +12,7 @@ from meseta.telemetry.metrics_file import EvalLine, TrainLine
 from meseta.telemetry.run_events import (
     CALLBACKS_VARIABLE,
     CONTINUE,
+    INTERRUPT,
     STOP,
     STOPPING_KINDS,
     CheckpointEvent,
@@ -118,11 +119,14 @@ class CallbackRunner:
         if isinstance(event, EndEvent):
             self._end = event
             return
-        name = _METHODS[event.kind]
-        answers = [getattr(callback, name)(event) for callback in self._callbacks]
-        if event.kind in STOPPING_KINDS:
-            with suppress(BrokenPipeError):  # If the child has ended, its error is reported.
-                os.write(self._answers_fd, STOP if any(answer is True for answer in answers) else CONTINUE)
+        name, answer = _METHODS[event.kind], INTERRUPT
+        try:
+            answers = [getattr(callback, name)(event) for callback in self._callbacks]
+            answer = STOP if any(one is True for one in answers) else CONTINUE
+        finally:
+            if event.kind in STOPPING_KINDS:
+                with suppress(BrokenPipeError):  # If the child has ended, its error is reported.
+                    os.write(self._answers_fd, answer)
 
     def end(self, error: BaseException | None) -> None:
         """Call `on_end` after the child has ended, with `error` if it is raised by `fit`."""

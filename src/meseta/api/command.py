@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from selectors import EVENT_READ, DefaultSelector
 
 from meseta.api.callbacks import Callback, CallbackRunner
+from meseta.api.errors import as_hint
 from meseta.errors import ERROR_PREFIX, MesetaError
 from meseta.system.processes import Program, start_program
 from meseta.system.ranks import is_distributed
@@ -21,7 +22,7 @@ NUM_LAST_LINES = 5
 
 
 def run_command(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> None:
-    """Run `meseta ARGUMENTS`, print its output here, line by line, and call `callbacks`.
+    """Run `meseta ARGUMENTS`, print its output here, line by line, and call `callbacks`. Hints name arguments.
 
     Ctrl-C reaches all ranks of the command, and is raised again after they have ended. If this process dies, the
     command is killed, and its run can be resumed.
@@ -94,8 +95,8 @@ class _Output:
             if line.startswith(ERROR_PREFIX):
                 self.error = line.removeprefix(ERROR_PREFIX)
             else:
-                self.lines.append(line)
-                print(line, flush=True)
+                self.lines.append(as_hint(line))
+                print(self.lines[-1], flush=True)
         return content != b""
 
 

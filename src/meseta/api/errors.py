@@ -1,4 +1,5 @@
-"""Errors of commands in the words of Python: arguments in place of options, and data in place of spooled files."""
+"""Errors and hints of commands in the words of Python: arguments in place of options, and data in place of spooled
+files."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from meseta.spec import MesetaError
 ARGUMENTS = {
     **{name: name for name in ("data", "label", "time", "dense", "sparse", "ignore", "schema", "nproc", "best")},
     **{f"{split}-{rule}": split for split in ("valid", "test") for rule in ("fraction", "after", "files")},
-    **{name: name.replace("-", "_") for name in ("multi-valued", "split-by", "bad-rows", "allow-unseen")},
+    **{
+        name: name.replace("-", "_")
+        for name in ("multi-valued", "time-features", "split-by", "bad-rows", "allow-unseen")
+    },
 }
 """Argument of a function by the name of the command-line option."""
 FLAGS = {"best", "allow-unseen"}
@@ -25,8 +29,19 @@ PHRASES = {
     "--data data": "data",
 }
 """Remedies that differ between a command and a function."""
+HINTS = {
+    " with --print-schema > schema.yaml, edit it, then run with --schema schema.yaml": ", with "
+    "`--print-schema > schema.yaml`, writes one to edit and pass as schema",
+    "--test-after TIME": "test=TIME",
+    "--valid-fraction draws them, --valid-after sets the time": "a share as valid draws them, and a time sets their "
+    "start",
+    "append KEY=VALUE to the command": "pass it in config",
+    "the same command": "the same call",
+}
+"""Hints that differ between a command and a function."""
 _VALUE = r"'[^']*'|\d[\d.]*\b|skip\b|group\b|time\b"
-_OPTION = re.compile(rf"(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)\b(?: (?P<value>{_VALUE}))?")
+_OPTION_NAME = re.compile(r"(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)\b")
+_OPTION = re.compile(rf"{_OPTION_NAME.pattern}(?: (?P<value>{_VALUE}))?")
 _FIELD = re.compile(r"\bthe option (?P<name>\w+)")
 
 
@@ -59,6 +74,17 @@ def _as_arguments(function: str, text: str, names: Mapping[str, str]) -> str:
     # Commands in backticks keep their options.
     parts = text.split("`")
     parts[::2] = [_FIELD.sub(_argument_of_field, _OPTION.sub(_argument, part)) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def as_hint(line: str) -> str:
+    """Return a line that a command prints, with arguments of functions in place of options."""
+    line = re.sub(r"--time (\S+) --test-after", r"time='\1' and --test-after", line)
+    for old, new in HINTS.items():
+        line = line.replace(old, new)
+    # Commands in backticks keep their options.
+    parts = line.split("`")
+    parts[::2] = [_OPTION_NAME.sub(lambda match: ARGUMENTS.get(match["name"], match[0]), part) for part in parts[::2]]
     return "`".join(parts)
 
 

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
-from functools import partial
 from itertools import count
 from numbers import Real
 from pathlib import Path
@@ -20,22 +19,20 @@ from meseta.api.callbacks import Callback
 from meseta.api.command import run_command
 from meseta.api.errors import argument_errors, spooled_names
 from meseta.api.rows import Rows, as_paths, file_paths, storage_errors
-from meseta.api.run import Run
+from meseta.api.run import Run, lock_spool
 from meseta.config import RunConfig, read_config_document
 from meseta.config.load import get_value
 from meseta.data.formats.table_rows import parse_times
 from meseta.data.prepare.staging import SPOOL_FOLDER, load_record
+from meseta.data.schema.roles import COLUMN_OPTIONS
 from meseta.errors import format_value
 from meseta.spec import MesetaError
-from meseta.system.locks import FolderLock
 from meseta.train.interop.default_settings import default_run_dir
 
 Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split, see `fit`."""
-COLUMN_OPTIONS = ("label", "time", "time_features", "buckets", "dense", "sparse", "multi_valued", "ignore")
-"""Arguments of `fit` that name columns."""
 
 
 def fit(
@@ -94,57 +91,46 @@ def fit(
         nproc: Number of ranks on this machine.
         callbacks: Objects that this process calls with the events of the run. They may stop it.
     """
+    arguments = locals()
+    columns = {name: arguments[name] for name in COLUMN_OPTIONS}
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    features, cut = (["none"] if names is not None and not names else names for names in (time_features, buckets))
-    columns = dict(zip(COLUMN_OPTIONS, (label, time, features, cut, dense, sparse, multi_valued, ignore), strict=True))
+    for name in ("time_features", "buckets"):
+        if columns[name] is not None and not columns[name]:
+            columns[name] = ["none"]
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
-        arguments = ["train", str(spool / "config.yaml")]
         paths = file_paths(data, spool)
+        command = ["train", str(spool / "config.yaml"), *(part for path in paths for part in ("--data", path))]
         names = spooled_names(paths, spool)
-        arguments += [part for path in paths for part in ("--data", path)]
         for name, value in options.items():
-            arguments += _option(name, value)
+            command += _option(name, value)
         for split, rows in (("valid", valid), ("test", test)):
             split_options = _split_options(split, rows, spool)
             names |= spooled_names(split_options[1::2], spool, split)
-            arguments += split_options
+            command += split_options
         with storage_errors(spool):
             (spool / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
         _check_same_rows(document, spool)
         names[f"config {str(spool / 'config.yaml')!r}"] = f"config {str(config)!r}" if _is_path(config) else "config"
         with argument_errors("fit", names):
-            run_command(arguments, callbacks)
+            run_command(command, callbacks)
     return Run(folder)
 
 
 @contextmanager
 def _open_spool(run_dir: Path) -> Iterator[Path]:
-    """Context manager around an empty folder in `run_dir`. Raises MesetaError if another `fit` uses `run_dir`."""
-    lock = FolderLock(run_dir, partial(_in_use_text, run_dir), file=f"{SPOOL_FOLDER}.lock")
+    """Context manager around an empty folder in `run_dir`. Raises MesetaError as `lock_spool` does."""
     spool = run_dir / SPOOL_FOLDER
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise MesetaError(f"fit: {str(run_dir)!r}: {error.strerror}; choose another run_dir") from None
-    try:
-        shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
-        with storage_errors(spool):
-            spool.mkdir()
-        yield spool
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
-        lock.release()
-
-
-def _in_use_text(run_dir: Path, holder: str) -> str:
-    return (
-        f"fit: run_dir {str(run_dir)!r} is in use: another fit of {holder} prepares or trains in it; wait until it has "
-        "ended, or choose another run_dir"
-    )
+    with lock_spool("fit", run_dir):
+        try:
+            shutil.rmtree(spool, ignore_errors=True)  # The rows of a process that was killed.
+            with storage_errors(spool):
+                spool.mkdir()
+            yield spool
+        finally:
+            shutil.rmtree(spool, ignore_errors=True)
 
 
 def _config_document(config: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str, Any]:

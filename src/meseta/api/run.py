@@ -19,6 +19,9 @@ from meseta.api.errors import argument_errors, spooled_names
 from meseta.api.rows import Rows, file_paths, like_rows
 from meseta.checkpoint.listing import CheckpointInfo, list_checkpoints
 from meseta.config import RunConfig
+from meseta.data.prepare.staging import SPOOL_FOLDER
+from meseta.spec import MesetaError
+from meseta.system.locks import FolderLock
 from meseta.telemetry.metrics import EVALUATED_SPLITS
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.train.averages.runs import Averaged
@@ -35,6 +38,31 @@ HISTORY = pa.schema(
 )
 """Columns of `Run.history`. A value is null where it was not measured."""
 MAIN_METRICS = ("auc", "ne", "logloss", "calibration")
+
+
+@contextmanager
+def lock_spool(function: str, run_dir: Path) -> Iterator[None]:
+    """Context manager in which no other process may spool rows in `run_dir`. Creates the folder.
+
+    Raises MesetaError, for `function`, if another `fit` or `resume` uses the folder, or it cannot be written.
+    """
+
+    def in_use_text(holder: str) -> str:
+        return (
+            f"{function}: run_dir {str(run_dir)!r} is in use: another fit or resume of {holder} prepares or trains in "
+            "it; wait until it has ended, or choose another run_dir"
+        )
+
+    lock = FolderLock(run_dir, in_use_text, file=f"{SPOOL_FOLDER}.lock")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise MesetaError(f"{function}: {str(run_dir)!r}: {error.strerror}; choose another run_dir") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def open_run(path: str | Path) -> Run:
@@ -175,7 +203,8 @@ class Run:
         arguments = ["train", str(self.path / "config.yaml"), f"run_dir={self.path}", "--nproc", str(nproc)]
         if self.config.data.dir is not None:  # The run may have been moved, with its data.
             arguments.append(f"data.dir={self.config.data.dir}")
-        with argument_errors("resume"):
+        # A `fit` that still spools rows has not begun the run, so the run folder itself is not locked yet.
+        with lock_spool("resume", self.path), argument_errors("resume"):
             run_command(arguments, callbacks)
         return Run(self.path)
 

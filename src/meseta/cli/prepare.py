@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_SHARES = 10
 """Maximum number of features to list in a table or in warnings."""
+COLUMN_ARGUMENTS = ("label", "dense", "sparse", "multi_valued", "ignore", "time_column", "time_features", "buckets")
+"""Arguments of commands that name columns."""
 _COLUMNS_PANEL, _SPLITS_PANEL = "Column types", "Splits"
 TestFractionOption = Annotated[
     float | None,
@@ -244,9 +246,10 @@ def prepare(
     verbose: VerboseOption = False,
 ) -> None:
     """Convert raw click logs to a dataset for `meseta train`: Parquet files and a dataset.json."""
+    arguments = locals()
     CurrentDetail.choose("prepare", quiet=quiet, verbose=verbose)
     if like is not None:
-        _check_like_options(locals())
+        _check_like_options(arguments)
         _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
         return
     from meseta.data.prepare.options import PrepareOptions
@@ -267,16 +270,7 @@ def prepare(
         hash_rows_by_feature=rows_by_feature,
         vocabulary=vocabulary,
         min_count=min_count,
-        **column_options(
-            label=label,
-            dense=dense,
-            sparse=sparse,
-            multi_valued=multi_valued,
-            ignore=ignore,
-            time=time_column,
-            time_features=time_features,
-            buckets=buckets,
-        ),
+        **column_options(arguments),
         schema=schema,
         encoding=encoding,
         recipe_only=recipe_only,
@@ -357,9 +351,19 @@ def run_prepare(options: PrepareOptions, command: str = "the same command", *, i
         show = partial(print_layout, has_schema=options.schema is not None, is_random_split=by_chance, command=command)
         dataset = prepare(options, progress, None if CurrentDetail.is_quiet() else show)
     print_summary(dataset, options.out, time.perf_counter() - start_s, is_result=is_result)
-    if options.valid_by_time and dataset.time is not None and not CurrentDetail.is_quiet():
-        _print_valid_rule(dataset)
+    if not CurrentDetail.is_quiet():
+        _print_dates(dataset)
+        if options.valid_by_time and dataset.time is not None:
+            _print_valid_rule(dataset)
     return dataset
+
+
+def _print_dates(dataset: Dataset) -> None:
+    """Print which columns of times give no hour."""
+    hours = {feature.made_of for feature in dataset.sparse if feature.encoding == "hour"}
+    for age in (feature.age for feature in dataset.dense if feature.age is not None):
+        if (age.column,) not in hours:
+            typer.echo(f"  {age.column} has dates without clock times, so {age.column}.hour is no feature")
 
 
 def _print_valid_rule(dataset: Dataset) -> None:
@@ -405,11 +409,15 @@ def comma_list(text: str) -> list[str]:
 _MULTI_VALUED_ENTRY = re.compile(r"[^,]*?=.(?=,|$)|[^,]+")
 
 
-def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
+def column_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of PrepareOptions that name columns. Entries hold names or patterns, separated by commas.
 
-    The entry `none` alone means no features of times or buckets.
+    `arguments` are those of a command. The entry `none` alone means no features of times or
+    buckets.
     """
+    columns: dict[str, Sequence[str] | None] = {
+        name.removesuffix("_column"): arguments.get(name) for name in COLUMN_ARGUMENTS
+    }
     names = {
         option: [
             name

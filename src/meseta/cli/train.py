@@ -152,6 +152,7 @@ def train(
     verbose: VerboseOption = False,
 ) -> None:
     """Train a model, evaluate it and write a report. If started again, resumes from the newest checkpoint."""
+    parameters = locals()
     from meseta.config import read_config_document, validate_document
     from meseta.telemetry.timeline import StepRange
 
@@ -169,16 +170,7 @@ def train(
         valid_files=valid_files,
         valid_after=valid_after,
         split_by=split_by,
-        **column_options(
-            label=label,
-            dense=dense,
-            sparse=sparse,
-            multi_valued=multi_valued,
-            ignore=ignore,
-            time=time_column,
-            time_features=time_features,
-            buckets=buckets,
-        ),
+        **column_options(parameters),
         schema=schema,
         encoding=encoding,
         **bad_row_options(bad_rows, max_bad_rows),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, Generic
@@ -331,7 +330,8 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         is_refused = flight.found_inf is not None and bool(flight.found_inf.item())
         factor = 1.0 if is_refused else flight.clip([sums[i].gradient for i in sums], replicated)
         if factor != 1.0:
-            sums = {i: replace(sums[i], gradient=sums[i].gradient * factor) for i in sums}
+            for row_gradient in sums.values():
+                row_gradient.gradient.mul_(factor)
         return sums, factor
 
     def _update_rows(

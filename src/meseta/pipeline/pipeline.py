@@ -249,6 +249,9 @@ class Pipeline:
                         lr_factor = schedule()
                         for other in micro_batches:
                             other.context.lr_factor = lr_factor
+                            # Set before `output_dist`, which otherwise starts a sort that no update uses.
+                            if self.clip is not None and self.clip.includes_rows:
+                                other.context.clip = partial(self._clip_with_rows, self.clip)
                         self._write_scalars(lr_factor, part.context.global_totals, part.context.batch_size_per_rank)
                     with embeddings.active_batch(part.context):
                         dense = self._forward_dense(part) if hides_embeddings else part.device_batch.dense
@@ -349,8 +352,6 @@ class Pipeline:
         with self.model.embeddings.active_batch(context), self.stage_times.stage("backward"):
             if part.is_first:
                 self.optimizer.zero_grad(set_to_none=True)
-            if self.clip is not None and self.clip.includes_rows:
-                context.clip = partial(self._clip_with_rows, self.clip)
             divisor = loss_divisor(part.device_batch.batch_size, weight, num_samples)
             with keep_running_stats(self._running_stats, context.found_inf):
                 if isinstance(loss, StepLoss):

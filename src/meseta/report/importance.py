@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meseta.report.charts.chart import interval_bars
 from meseta.report.charts.markup import escape, table, tag
-from meseta.report.record import RunRecord
+from meseta.report.record import RunRecord, format_value
 from meseta.telemetry.formatting import format_count, format_decimal, is_drawable
 from meseta.telemetry.summary import FeatureImportance, ImportanceSummary
 
@@ -69,19 +69,19 @@ def _legend(shown: Sequence[FeatureImportance]) -> str:
 
 def _baselines(measured: ImportanceSummary) -> str:
     unit, scale = _unit(measured)
-    predictions = [("model", measured.logloss), ("constant", measured.constant_logloss)]
+    predictions = [("model", measured.logloss, measured.auc), ("constant", measured.constant_logloss, None)]
     note = "The constant prediction is the rate of positives in these rows."
     if measured.logistic_logloss is not None:
-        predictions.insert(1, ("logistic regression", measured.logistic_logloss))
+        predictions.insert(1, ("logistic regression", measured.logistic_logloss, measured.logistic_auc))
         fitted = format_count(measured.num_logistic_rows)
         note += f" Logistic regression was fitted briefly, to {fitted} training rows, without regularization."
     rows = [
-        [name, escape(format_decimal(loss)), escape(format_decimal(loss * scale if unit == "NE" else None))]
-        for name, loss in predictions
+        [name, *(escape(format_decimal(number)) for number in (auc, loss, loss * scale if unit == "NE" else None))]
+        for name, loss, auc in predictions
     ]
     return (
         tag("h3", "Baselines on these rows")
-        + table(["prediction", "log loss", "NE"], rows, {1, 2}, "compact")
+        + table(["prediction", "AUC", "log loss", "NE"], rows, {1, 2, 3}, "compact")
         + tag("p", escape(note), class_="note")
     )
 
@@ -100,8 +100,11 @@ def baseline_table(record: RunRecord) -> str:
     note = (
         f"LightGBM {summary.baseline.version} with default parameters, fitted to "
         f"{format_count(summary.baseline.num_rows)} training rows. It uses categories of single-valued features, and "
-        "the number of ids of multi-valued ones."
+        "the number of ids of multi-valued ones. Missing numbers have fill values, because the dataset does not mark "
+        "them."
     )
+    if left_out := record.config_value("data.without"):
+        note += f" It lacks the features that the model lacks: {format_value(left_out)}."
     return (
         tag("h3", "LightGBM on all rows of these splits")
         + table(["prediction", "AUC", "log loss", "NE"], rows, {1, 2, 3}, "compact")

@@ -227,13 +227,13 @@ def _read_metrics(run_dir: Path, problems: Problems) -> tuple[tuple[TrainLine, .
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (key, value) pairs of nested mappings. Nested keys are joined by dots, and lists become text."""
+    """Return (key, value) pairs of nested mappings. Nested keys are joined by dots."""
     pairs: list[tuple[str, Any]] = []
     for key, item in value.items():
         if isinstance(item, dict):
             pairs += flatten(item, f"{prefix}{key}.")
         else:
-            pairs.append((f"{prefix}{key}", ", ".join(map(str, item)) if isinstance(item, list) else item))
+            pairs.append((f"{prefix}{key}", item))
     return pairs
 
 

@@ -16,7 +16,7 @@ CALLBACKS_VARIABLE = "MESETA_CALLBACKS"
 """Environment variable with the pipes to callbacks."""
 STOPPING_KINDS = ("step", "train", "eval")
 """Kinds of events that are answered before training continues."""
-CONTINUE, STOP = b"c", b"s"
+CONTINUE, STOP, INTERRUPT = b"c", b"s", b"i"  # The last one ends the run after a checkpoint.
 """Answers to an event."""
 
 

@@ -119,6 +119,8 @@ class ImportanceSummary(Entry):
     """Log loss of the rate of positives, the divisor of NE."""
     logistic_logloss: float | None = None
     """`None` in summaries of earlier versions."""
+    auc: float | None = None
+    logistic_auc: float | None = None
     num_logistic_rows: Count | None = None
     features: list[FeatureImportance]
 

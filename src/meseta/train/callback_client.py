@@ -9,7 +9,15 @@ from typing import IO
 
 from meseta.comm import World
 from meseta.system.environment_variables import environ
-from meseta.telemetry.run_events import CALLBACKS_VARIABLE, STOP, STOPPING_KINDS, Event, encode_event
+from meseta.telemetry.run_events import (
+    CALLBACKS_VARIABLE,
+    CONTINUE,
+    INTERRUPT,
+    STOP,
+    STOPPING_KINDS,
+    Event,
+    encode_event,
+)
 
 ANSWER_POLL_INTERVAL_S = 1.0
 """Seconds that rank 0 waits for an answer before it lets the other ranks know that it is still waiting."""
@@ -24,10 +32,12 @@ class CallbackClient:
     def __init__(self, world: World) -> None:
         self.should_stop = False
         """Whether a callback has stopped the run. Equal on all ranks."""
+        self.is_interrupted = False
+        """Whether a callback has raised an error. Equal on all ranks."""
         self._world = world
         self._lock = threading.Lock()
         self._num_unanswered = 0
-        self._stops = False
+        self._answer = CONTINUE
         self._kinds: frozenset[str] = frozenset()
         self._events: IO[bytes] | None = None
         self._answers_fd = -1
@@ -64,16 +74,16 @@ class CallbackClient:
         # A callback may take minutes. The other ranks take part in a transfer per interval, so that none seems stuck.
         while (answer := self._world.broadcast_from_rank_0(self._poll_answers)) is None:
             pass
-        self.should_stop = answer
+        self.should_stop, self.is_interrupted = answer == STOP, answer == INTERRUPT
 
-    def _poll_answers(self) -> bool | None:
-        """Return whether a callback has stopped the run, or `None` if an answer is still missing after an interval."""
+    def _poll_answers(self) -> bytes | None:
+        """Return the strongest answer so far, or `None` if an answer is still missing after an interval."""
         while self._events is not None and self._num_unanswered:
             if not select.select([self._answers_fd], [], [], ANSWER_POLL_INTERVAL_S)[0]:
                 return None
             answers = os.read(self._answers_fd, self._num_unanswered)
             if not answers:
-                self._events = None  # The other process ends this run.
+                self._events = None  # The other process ends this run by a signal.
             self._num_unanswered -= len(answers)
-            self._stops = self._stops or STOP in answers
-        return self._stops
+            self._answer = next(one for one in (INTERRUPT, STOP, CONTINUE) if one in answers + self._answer)
+        return self._answer

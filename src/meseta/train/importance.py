@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from meseta.system.waits import track_activity
 from meseta.telemetry.summary import FeatureImportance, FeatureKind, ImportanceSummary
 from meseta.train.baseline import sample_training_rows, score_logistic_regression
 from meseta.train.evaluate import evaluation_mode, score_batch
-from meseta.train.metrics import base_rate_entropy
+from meseta.train.metrics import auc, base_rate_entropy
 from meseta.train.sampled_rows import (
     first_column,
     first_label_weights,
@@ -86,14 +86,14 @@ def measure_importance(
                 # Every column has its own permutations, independent of other columns.
                 order = np.random.default_rng([seed, place, repeat]).permutation(num_rows)
                 scorer.score(kind, column, torch.from_numpy(order))
-        losses = scorer.gather_losses()
+        losses, labels = scorer.gather_losses(), first_column(rows.label).double().numpy()
         logistic: dict[str, Any] = {}
         if training_reader is not None and training_reader.num_rows:
             sample = sample_training_rows(training_reader, world)
-            logits = score_logistic_regression(sample, rows, dataset.sparse, seed=seed)
-            logistic["logistic_logloss"] = float(log_losses(logits + logit_shift, rows) @ weights / weights.sum())
+            logits = score_logistic_regression(sample, rows, dataset.sparse, seed=seed) + logit_shift
+            logistic["logistic_logloss"] = float(log_losses(logits, rows) @ weights / weights.sum())
+            logistic["logistic_auc"] = auc(logits, labels, weights)
             logistic["num_logistic_rows"] = sample.batch_size
-    labels = first_column(rows.label).double().numpy()
     total = float(weights.sum())
     permuted = losses[1:].reshape(len(columns), num_permutations, num_rows).mean(axis=1)
     features = [
@@ -106,6 +106,7 @@ def measure_importance(
         num_rows=num_rows,
         num_permutations=num_permutations,
         logloss=float(losses[0] @ weights) / total,
+        auc=auc(scorer.gather_logits(), labels, weights),
         constant_logloss=base_rate_entropy(float(labels @ weights), total),
         **logistic,
         features=features,
@@ -166,11 +167,14 @@ class RowScorer:
         slices = [torch.from_numpy(np.array_split(part, self.world.size)[self.world.rank]) for part in parts]
         self._slices = [(place, take_rows(self.rows, place)) for place in slices]
         self._threads, self._outside = StepThreads(), OutOfRangeIds()
-        self._losses = [[self._compute_losses([batch])[0] for _, batch in self._slices]]
+        scored = list(self._score_batches(batch for _, batch in self._slices))
+        self._logits = [logits for logits, _ in scored]
+        self._losses = [[losses for _, losses in scored]]
 
     def score(self, kind: FeatureKind, column: int, order: Tensor) -> None:
         """Compute the losses with a permuted column. Row i gets the value of row `order[i]`."""
-        self._losses.append(self._compute_losses(self._permuted_slices(kind, column, order)))
+        scored = self._score_batches(self._permuted_slices(kind, column, order))
+        self._losses.append([losses for _, losses in scored])
 
     def _permuted_slices(self, kind: FeatureKind, column: int, order: Tensor) -> Iterator[Batch]:
         for place, batch in self._slices:
@@ -184,19 +188,25 @@ class RowScorer:
                 bags[column] = take_bags(ids[ids.keys[column]], order[place])
                 yield replace(batch, sparse=join_bags(ids.keys, bags))
 
-    def _compute_losses(self, batches: Sequence[Batch] | Iterator[Batch]) -> list[NDArray[np.float64]]:
-        losses = []
+    def _score_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Yield (logits, losses) of batches."""
         with torch.no_grad(), evaluation_mode(self.model):
             for batch in batches:
                 with self._threads:
                     logits = score_batch(self.model, batch, self.world, self._outside)
                 first = logits.reshape(len(logits), -1)[:, 0].astype(np.float64) + self.logit_shift
-                losses.append(log_losses(first, batch))
-        return losses
+                yield first, log_losses(first, batch)
 
     def gather_losses(self) -> NDArray[np.float64]:
         """Return the losses of all rows, [1 + number of `score` calls, number of rows]. Collective."""
         # One array per slice, [calls, rows of this rank].
         local = [np.stack(of_slice) for of_slice in zip(*self._losses, strict=True)]
+        return self._gather(local)
+
+    def gather_logits(self) -> NDArray[np.float64]:
+        """Return the logits of the unchanged rows, with the shift. Collective."""
+        return self._gather(self._logits)
+
+    def _gather(self, local: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
         by_rank = self.world.all_gather_object(local)
-        return np.concatenate([part for of_ranks in zip(*by_rank, strict=True) for part in of_ranks], axis=1)
+        return np.concatenate([part for of_ranks in zip(*by_rank, strict=True) for part in of_ranks], axis=-1)

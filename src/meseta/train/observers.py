@@ -106,6 +106,11 @@ class RunObservers:
         """Whether a callback has stopped the run. Equal on all ranks."""
         return self._callbacks.should_stop
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a callback has raised an error. Equal on all ranks."""
+        return self._callbacks.is_interrupted
+
     def begin(self, step: int, num_steps: int, num_samples: int) -> None:
         """Send the lines so far to loggers, and the start of training to callbacks."""
         lines = self._run_dir.lines() if self._loggers else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import signal
 import sys
 import time
 from collections import deque
@@ -63,7 +64,7 @@ class CheckpointManager:
         self.saved_step = 0
         """Step of the newest checkpoint. 0 if there is none."""
         self.is_stopping = False
-        """Whether a signal asked any rank to stop."""
+        """Whether a signal, or an error of a callback, asked any rank to stop."""
         self.signal_listener = SignalListener()
         self.marks_since_full = is_cumulative(config.deltas)
         """Whether a resumed run marks the rows changed since the last full checkpoint."""
@@ -341,9 +342,9 @@ class CheckpointManager:
         self._background_saver.join()
 
     def make_interrupt(self) -> TrainingInterrupt:
-        """Return the exception that ends a run stopped by a signal. Collective."""
+        """Return the exception that ends a stopped run. Its signal is SIGTERM if none has arrived. Collective."""
         numbers = self._world.all_gather_object(self.signal_listener.signal_number)
-        return TrainingInterrupt(next(number for number in numbers if number is not None))
+        return TrainingInterrupt(next((number for number in numbers if number is not None), signal.SIGTERM))
 
 
 def _best_checkpoint_name(manifest: Mapping[str, Any] | None) -> str | None:

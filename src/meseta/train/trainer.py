@@ -298,6 +298,8 @@ class Trainer:
                 if is_due and self._is_evaluation_due():
                     with self.clock.pause():
                         self._evaluate(self.evaluation_tracker.split, progress)
+                if self.observers.is_interrupted:  # The signal of the other process may arrive later.
+                    self.checkpoint_manager.is_stopping = True
                 if is_due and self.checkpoint_manager.is_due(
                     self.step, is_best=self.early_stopping.best_step == self.step
                 ):

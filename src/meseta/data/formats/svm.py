@@ -361,11 +361,13 @@ def _chosen_features(asked: ColumnRequest) -> Sequence[str]:
         or named.multi_valued
         or named.ignore
         or named.time
+        or named.time_features
         or (schema and (schema.label != "label" or schema.model_fields_set - known))
     ):
         raise MesetaError(
             "prepare: for libsvm and libffm, only --sparse or categorical in a --schema file may select features; the "
-            "label is called 'label', there are no dense features, weights are as in the file, and qid is the group"
+            "label is called 'label', there are no dense features and no times, weights are as in the file, and qid is "
+            "the group"
         )
     if schema and not schema.categorical:
         raise MesetaError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from meseta.data.dataset.dataset import SPLITS
-from meseta.data.schema.roles import NamedColumns
+from meseta.data.schema.roles import COLUMN_OPTIONS, NamedColumns
 from meseta.spec import MesetaError
 from meseta.system.remote import check_not_url
 
@@ -101,9 +101,10 @@ class PrepareOptions:
         self._check_shares()
         self._check_split_by()
         if self.schema is not None and self.named_columns:
+            *others, last = (f"--{name.replace('_', '-')}" for name in COLUMN_OPTIONS)
+            options = f"{', '.join(others)} or {last}"
             raise MesetaError(
-                "prepare: --schema cannot be used with --label, --dense, --sparse, --multi-valued, --ignore, --time, "
-                "--time-features or --buckets; use either the schema or these options"
+                f"prepare: --schema cannot be used with {options}; use either the schema or these options"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -124,17 +125,8 @@ class PrepareOptions:
     def named_columns(self) -> NamedColumns:
         """Columns that options name, by role."""
         label = [self.label] if isinstance(self.label, str) else self.label or ()
-        return NamedColumns(
-            label=label,
-            dense=self.dense,
-            sparse=self.sparse,
-            multi_valued=self.multi_valued,
-            ignore=self.ignore,
-            time=self.time,
-            time_features=self.time_features,
-            buckets=self.buckets,
-            default_buckets=self.default_buckets,
-        )
+        columns = {name: getattr(self, name) for name in COLUMN_OPTIONS}
+        return NamedColumns(**columns | {"label": label}, default_buckets=self.default_buckets)
 
     def _check_shares(self) -> None:
         for split in HELD_OUT_SPLITS:

@@ -157,7 +157,7 @@ def prepare(
                 )
                 survey = _load_or_make_survey(surveyor, staging)
                 encoder = Encoder(
-                    layout.with_survey(survey.boundaries, survey.periods),
+                    layout.with_survey(survey.boundaries, survey.periods, survey.dates),
                     replace(
                         splitter,
                         test_from=survey.test_from,

@@ -76,6 +76,7 @@ def _from_sort_keys(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 _CHUNK_ROWS = 1 << 20
+DAY_S = 86_400.0
 MIN_VALID_ROWS = 200
 """Minimum number of rows of a valid split by time that no option asks for."""
 
@@ -95,6 +96,8 @@ class Survey:
     """Bucket boundaries of each column that is divided by its quantiles."""
     periods: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Times of the first and the last training row, for each column whose ages are features."""
+    dates: tuple[str, ...] = ()
+    """Columns of times that are all at midnight UTC in the training rows. Their hours are no features."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,7 +106,8 @@ class Survey:
     def from_dict(document: Mapping[str, Any]) -> Survey:
         boundaries = {name: tuple(values) for name, values in document["boundaries"].items()}
         periods = {name: (first, last) for name, (first, last) in document.get("periods", {}).items()}
-        return Survey(**{**document, "boundaries": boundaries, "periods": periods})
+        dates = tuple(document.get("dates", ()))
+        return Survey(**{**document, "boundaries": boundaries, "periods": periods, "dates": dates})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +164,15 @@ class Surveyor:
         }
         columns = [age.column for age in self.layout.ages]
         periods = {column: self._find_period(f"time-{place}", train_until) for place, column in enumerate(columns)}
+        dates = [column for place, column in enumerate(columns) if self._are_dates(f"time-{place}", train_until)]
         for name in ["time", *range(len(quantile_counts)), *(f"time-{place}" for place in range(len(columns)))]:
             self._path(name).unlink(missing_ok=True)
         return Survey(
-            test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries, periods=periods
+            test_from=splitter.test_from,
+            valid_from=splitter.valid_from,
+            boundaries=boundaries,
+            periods=periods,
+            dates=tuple(dates),
         )
 
     def _reduced_layout(self, columns: Sequence[str]) -> RawLayout:
@@ -257,6 +266,16 @@ class Surveyor:
             if not np.isnan(times).all():
                 first, last = min(first, np.nanmin(times)), max(last, np.nanmax(times))
         return (float(first), float(last)) if first <= last else (0.0, 0.0)
+
+    def _are_dates(self, name: str, train_until: float | None) -> bool:
+        """Whether training rows have times, and all are at midnight UTC."""
+        has_times = False
+        for times in self._read_training(name, train_until):
+            present = times[~np.isnan(times)]
+            if (present % DAY_S).any():
+                return False
+            has_times = has_times or present.size > 0
+        return has_times
 
     def _resolve_valid_by_time(self) -> Splitter:
         """Return the splitter with the start of a valid split of the last rows, or with a drawn valid split."""

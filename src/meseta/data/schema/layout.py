@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -332,9 +332,13 @@ class RawLayout:
         return frozenset(self.signed)
 
     def with_survey(
-        self, boundaries: Mapping[str, tuple[float, ...]], periods: Mapping[str, tuple[float, float]]
+        self,
+        boundaries: Mapping[str, tuple[float, ...]],
+        periods: Mapping[str, tuple[float, float]],
+        dates: Collection[str] = (),
     ) -> RawLayout:
-        """Return a copy with the boundaries of columns that are divided by quantiles, and the periods of ages."""
+        """Return a copy with the boundaries of columns that are divided by quantiles and the periods of ages, and
+        without the hours of `dates`."""
         ages = [
             TimeAge(column=age.column, origin=periods[age.column][0], last=periods[age.column][1])
             if age.column in periods
@@ -348,5 +352,6 @@ class RawLayout:
             if column.buckets and column.buckets.column in boundaries
             else column
             for column in self.sparse
+            if column.time_part != "hour" or column.raw_column not in dates
         )
         return replace(self, sparse=sparse, ages=tuple(ages))

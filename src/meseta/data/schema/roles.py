@@ -40,7 +40,7 @@ class NamedColumns:
 
     def __bool__(self) -> bool:
         """Whether an option names columns."""
-        return any(getattr(self, field.name) for field in fields(self) if field.name != "default_buckets")
+        return any(getattr(self, name) for name in COLUMN_OPTIONS)
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
         """Return the labels: columns in `names`, or conditions for `resolve_labels`. Raises MesetaError with the prefix
@@ -157,6 +157,10 @@ class NamedColumns:
                     )
         chosen = self.roles(where, names)
         return {name: sign for name, sign in (by_pattern | by_name).items() if chosen[name].role == "categorical"}
+
+
+COLUMN_OPTIONS = tuple(field.name for field in fields(NamedColumns) if field.name != "default_buckets")
+"""Names of the options that assign roles to columns."""
 
 
 def _split_separator(where: str, entry: str, known: Collection[str]) -> tuple[str, str | None]:

@@ -46,7 +46,7 @@ MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "
 # optimizer_state   optimizer states of rows
 # dense_part        dense parameters, their gradients and moments
 # activations       batches in flight, with exchange buffers
-# reading           decoded windows and batches that are read ahead
+# reading           decoded windows and batches that are read ahead, and rows of a baseline
 # saving            checkpoint blocks on their way to files
 # copies            copies from which background saves write
 # process           all other memory of the process
@@ -106,6 +106,8 @@ class RunBytes:
     num_micro_batches: int = 1
     reading_bytes: int = 0
     """Host memory of each rank for decoded windows and batches that are read ahead."""
+    baseline_bytes: int = 0
+    """Host memory of rank 0 while a baseline is fitted after training."""
     process_bytes: int = 0
     """Other memory of each rank, see `PROCESS_OVERHEAD_BYTES`."""
     has_deltas: bool = False
@@ -233,6 +235,8 @@ def memory_bytes_by_part(batch: PlanLoads, run: RunBytes | None = None) -> Memor
     is_beside = run.saves_from_copies or (run.saves_during_training and kind.has_disk_rows)
     copies = _copied_bytes(batch) + parameters if run.saves_from_copies else zeros
 
+    baseline = run.baseline_bytes * (np.arange(placement.num_ranks) == 0)
+
     def of(phase: Phase) -> dict[Memory, dict[MemoryPart, Floats]]:
         is_start, saves = phase == "start", phase == "checkpoint"
         trains = phase in ("first step", "steady") or (saves and is_beside)
@@ -247,7 +251,7 @@ def memory_bytes_by_part(batch: PlanLoads, run: RunBytes | None = None) -> Memor
         host: dict[MemoryPart, Floats] = {
             "tables": rows[HOST],
             "optimizer_state": state[HOST],
-            "reading": zeros + run.reading_bytes,
+            "reading": zeros + run.reading_bytes + (phase == "evaluation") * baseline,
             "process": zeros + run.process_bytes,
             "saving": zeros + (saving if saves else ALLOCATOR_RETAINED_SHARE * saving if keeps else 0),
             "copies": zeros if phase in ("start", "first step") else copies,
@@ -297,6 +301,17 @@ def replica_gradient_bytes(transfers: Sequence[Transfer], load: ShardLoads) -> F
     counted = {part.unit for one in transfers if one.name == "replicas" for part in one.parts}
     numbers = (count_items(each, load, UNPARTITIONED, 1) for each in sorted(counted))
     return load.element_bytes * sum(numbers, np.zeros(len(load.num_ids)))
+
+
+def row_gradient_bytes(workload: Workload, load: ShardLoads) -> Floats:
+    """Return the bytes of the row gradients of each shard [n], which are kept for one norm of all gradients.
+
+    They are 0 without such a norm, because updates then sum the gradients of one row at a time.
+    """
+    # The sums of rows have buffers with a row for each id.
+    rows = np.where(load.is_frozen, 0.0, np.maximum(load.num_ids, load.num_distinct_rows))
+    num_bytes: Floats = rows * (load.num_columns * load.element_bytes + GLOBAL_ROW_ID_BYTES)
+    return num_bytes * workload.dense_exchange.clips_rows
 
 
 def _stored_bytes_by_memory(batch: PlanLoads, what: Literal["row_bytes", "state_bytes"]) -> dict[Memory, Floats]:
@@ -359,6 +374,7 @@ def _activation_bytes(batch: PlanLoads, run: RunBytes) -> tuple[Floats, Floats]:
         step = backward / run.num_micro_batches + run.step_bytes
     if run.num_micro_batches > 1:  # Micro-batches keep gradients of bags, and ids, until the update.
         step = step + samples * (bag_bytes + 8 * loads.ids_per_sample.sum())
+    step = step + batch.placement.sum_by_rank(row_gradient_bytes(loads.workload, batch.sharded))
     evaluation = forward * (scored / samples) + (bag_bytes + activation_bytes / 2) * scored
     if run.evaluation_bytes is not None:
         evaluation = forward * (scored / samples) + run.evaluation_bytes

@@ -27,6 +27,7 @@ from meseta.planner.cost.memory import (
     fixed_bytes,
     received_bytes,
     replica_gradient_bytes,
+    row_gradient_bytes,
     stored_bytes,
 )
 from meseta.planner.cost.operators import disk_seconds, operator_seconds
@@ -176,7 +177,7 @@ class ShardCostEstimator:
         least_s = self._min_seconds(owner_s, both, least_of_both) - saved_s
         received, answered = received_bytes(self.transfers, load, cuts, ranks)
         device, host, disk = (stored_bytes(load, memory, is_cpu=self.topology.device == "cpu") for memory in MEMORIES)
-        buffers = SORT_BYTES_PER_ID * load.num_ids
+        buffers = SORT_BYTES_PER_ID * load.num_ids + row_gradient_bytes(loads.workload, load)
         if ranks > 1:
             buffers = buffers + 2 * received + 8 * load.num_lengths + answered
         common_bytes = (received + answered) / ranks

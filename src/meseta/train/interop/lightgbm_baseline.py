@@ -22,11 +22,9 @@ from meseta.telemetry.summary import BaselineSummary
 from meseta.train.evaluate import logit_shift
 from meseta.train.metrics import MetricWindow, task_metrics
 from meseta.train.sampled_rows import first_column, first_label_weights, gather_rows
+from meseta.train.setup.baseline_sample import count_sample_rows
 from meseta.train.setup.build import make_reader
 
-MAX_ROWS = 1_000_000
-MAX_VALUES = 25_000_000
-"""Approximate maximum number of inputs of all training rows, of 16 bytes each in the sample and the matrix."""
 MAX_CATEGORY = 2**31 - 1
 """Number of categories that LightGBM can represent. Larger ids are reduced modulo this number."""
 
@@ -35,7 +33,8 @@ def measure_lightgbm(config: RunConfig, dataset: Dataset, splits: Sequence[str])
     """Fit LightGBM to training rows for the first label, and evaluate it on all rows of `splits`. Only for one rank.
 
     Inputs are the dense inputs of the run's model, one category for each single-valued feature, and the number of ids
-    of each multi-valued one. At most `MAX_ROWS` rows are fitted, in evenly spaced parts of the training split.
+    of each multi-valued one. Missing numbers have the fill values of the dataset, which does not mark them. The rows
+    are evenly spaced parts of the training split, see `count_sample_rows`.
     Parameters are the defaults, except seed and threads. No random state of torch or numpy is used.
 
     Returns:
@@ -43,11 +42,10 @@ def measure_lightgbm(config: RunConfig, dataset: Dataset, splits: Sequence[str])
     """
     import lightgbm
 
-    num_inputs = len(dataset.dense) + len(dataset.sparse)
     world = World.single()
     reader = make_reader(config, dataset, "train", world, in_order=True)
-    num_rows = min(MAX_ROWS, MAX_VALUES // max(num_inputs, 1), reader.num_rows)
-    if not num_inputs or not num_rows:
+    num_rows = count_sample_rows(dataset, reader.num_rows)
+    if not num_rows:
         return None
     sample = gather_rows(reader, num_rows, world)
     weights = first_label_weights(sample)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from meseta.config import RunConfig
 from meseta.errors import MesetaError
+from meseta.report.record import flatten
 from meseta.system.environment_variables import environ
 from meseta.system.files import parse_json, read_if_exists
 from meseta.telemetry.metrics_file import Count, Entry, EvalLine, Line
@@ -65,7 +66,7 @@ class MLflowLogger:
         if record is None:
             name = self._run_dir.path.absolute().name
             run = self._mlflow.start_run(run_name=name, experiment_id=self._choose_experiment())
-            params = _flatten("", self._config.model_dump(mode="json"))
+            params = flatten(self._config.model_dump(mode="json"))
             pairs = [(key, str(value)[:MAX_PARAM_CHARACTERS]) for key, value in params]
             for first in range(0, len(pairs), MAX_PARAMS_PER_REQUEST):
                 self._mlflow.log_params(dict(pairs[first : first + MAX_PARAMS_PER_REQUEST]))
@@ -174,12 +175,3 @@ def _write_record(run_dir: RunDir, name: str, record: LoggerRecord) -> None:
 
 def _series(line: Line) -> str:
     return f"eval/{line.split}" if isinstance(line, EvalLine) else line.kind
-
-
-def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every value in a nested document, such as ("train.batch_size", 2048)."""
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), inner)
-    else:
-        yield prefix, value

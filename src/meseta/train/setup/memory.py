@@ -20,6 +20,7 @@ from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.spec.tiers import HBM, HOST
 from meseta.system.kernel import KernelFiles, free_memory_bytes, read_cgroup_limits
 from meseta.telemetry.formatting import format_bytes
+from meseta.train.setup.baseline_sample import sample_bytes as baseline_sample_bytes
 from meseta.train.setup.meta_model import evaluation_peak_bytes, pooled_embedding_bytes, step_peak_bytes
 from meseta.train.setup.source import make_row_source
 
@@ -37,7 +38,7 @@ class MemoryDemand:
     activations: int
     """Activations of one batch in the forward and backward pass with exchange buffers, or of one evaluation batch."""
     reading: int
-    """Decoded windows or received rows, and prefetched batches, in host memory."""
+    """Decoded windows or received rows, prefetched batches, and rows of a baseline, in host memory."""
     saving: int
     """Blocks of a checkpoint that are being written, in host memory."""
     copies: int
@@ -129,6 +130,7 @@ def run_bytes(
         eval_batch_size=train.eval_batch_size,
         num_micro_batches=train.accumulate_steps,
         reading_bytes=int(ahead * sample_bytes),
+        baseline_bytes=0 if config.report.baseline is None else baseline_sample_bytes(dataset),
         process_bytes=PROCESS_OVERHEAD_BYTES,
         has_deltas=_has_deltas(config.checkpoint),
         saves_during_training=config.checkpoint.background != "never" and saves_during_training(config.checkpoint),
@@ -184,8 +186,10 @@ def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan
         here = [rank for rank, (name, _) in enumerate(hosts) if name == host]
         free_bytes = min((left for name, left in hosts if name == host and left is not None), default=None)
 
-    def held(tables: Mapping[str, TableSpec] | None = None) -> tuple[list[MemoryDemand], list[MemoryDemand]]:
-        needs = memory.demand_by_phase(plan, tables)
+    def held(
+        tables: Mapping[str, TableSpec] | None = None, run: RunBytes = memory.run
+    ) -> tuple[list[MemoryDemand], list[MemoryDemand]]:
+        needs = replace(memory, run=run).demand_by_phase(plan, tables)
         if world.device.type == "cuda":
             needs = {phase: [need.device_demand for need in of_ranks] for phase, of_ranks in needs.items()}
         of_here = {phase: [of_ranks[rank] for rank in here] for phase, of_ranks in needs.items()}
@@ -203,6 +207,8 @@ def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan
                 change: format_bytes(sum(need.total for need in held(changed)[phase]))
                 for change, changed in _smaller_tables(tables).items()
             }
+            plain = held(run=replace(memory.run, baseline_bytes=0))[phase]
+            smaller["report.baseline=null"] = format_bytes(sum(need.total for need in plain))
             ways = [f"{change} needs {size}" for change, size in smaller.items() if size != format_bytes(total)]
             problem = MesetaError(
                 f"this run needs {format_bytes(total)} of memory on {host!r}{while_so}, but {format_bytes(free_bytes)} "
