@@ -96,9 +96,6 @@ def fit(
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    for name in ("time_features", "buckets"):
-        if columns[name] is not None and not columns[name]:
-            columns[name] = ["none"]
     options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
     with _open_spool(folder) as spool:
         paths = file_paths(data, spool)
@@ -167,6 +164,8 @@ def _choose_run_dir(run_dir: str | Path | None, document: Mapping[str, Any], dat
 def _option(name: str, value: Any) -> list[str]:
     """Return the command-line option of an argument, or nothing for its default."""
     values = [value] if isinstance(value, (str, Path, int)) else value or ()
+    if name in ("time_features", "buckets") and value is not None and not values:
+        values = ["none"]
     if name in COLUMN_OPTIONS and (names := [one for one in values if "," in str(one).removesuffix("=,")]):
         raise MesetaError(f"fit: {name} {names[0]!r} has a comma, which separates names; use a schema for such columns")
     return [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
