@@ -155,11 +155,12 @@ def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_ho
     def of(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
+    copies = DENSE_COPIES + (config.train.average_weights is not None)
     if config.dense.sharding == "replicated" or num_ranks == 1:
-        return of(model) * DENSE_COPIES
+        return of(model) * copies
     cut = [of(module) for _, module in sharded_modules(model, model.get_submodule("embeddings"))]
     left = of(model) - sum(cut)
-    return (left + sum(cut) // per_host) * DENSE_COPIES + 2 * max(cut, default=0)
+    return (left + sum(cut) // per_host) * copies + 2 * max(cut, default=0)
 
 
 def available_bytes(device: torch.device, system: KernelFiles | None = None) -> int | None:
