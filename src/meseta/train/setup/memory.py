@@ -233,11 +233,16 @@ def _largest_parameter(outline: nn.Module) -> str:
 
 def _smaller_tables(tables: Mapping[str, TableSpec]) -> dict[str, dict[str, TableSpec]]:
     # Settings that need less memory, with the tables that result.
-    return {
-        "embedding.dtype=bfloat16": {
-            name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table
-            for name, table in tables.items()
-        },
+    if any(table.average is not None for table in tables.values()):  # Rows of 16 bits have no average.
+        smaller = {"train.average_weights=null": {n: replace(table, average=None) for n, table in tables.items()}}
+    else:
+        smaller = {
+            "embedding.dtype=bfloat16": {
+                name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table
+                for name, table in tables.items()
+            }
+        }
+    return smaller | {
         "embedding.optimizer.name=rowwise_adagrad": {
             name: replace(table, optimizer=OptimizerSpec(name="rowwise_adagrad")) for name, table in tables.items()
         },
