@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from average_oracle import KINDS, METRICS, average_of, differences, stored_weights
+from covering import covering
 from meseta.checkpoint import newest
 from meseta.comm import World
 from meseta.train.trained_model import load_trained
-from sampling import product, sample
 from small_run import settings, train
 
 from .pool import RankPool
@@ -37,25 +37,31 @@ def metrics_of(run_dir: Path) -> list[float]:
     return [evaluation[key] for key in METRICS]
 
 
+AXES: dict[str, Any] = {
+    "plan": list(PLANS),
+    "optimizer": list(OPTIMIZERS),
+    "kind": list(KINDS),
+    "dense": ["replicated", "fsdp"],
+    "batch_norm": [False, True],
+    "staleness": [0, 1],
+    "accumulate_steps": [1, 2],
+}
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "case",
-    sample(
-        product(plan=PLANS, optimizer=OPTIMIZERS, kind=KINDS, dense=["replicated", "fsdp"]),
-        k=6,
-        seed=0,
-    ),
-    ids=lambda case: "-".join(case.values()),
-)
+@pytest.mark.parametrize("case", covering(AXES, lambda one, other: True, times=1, seed=0))
 def test_run(ranks: Ranks, tiny: Path, tmp_path: Path, case: dict[str, Any]) -> None:
     def document(name: str, **changes: Any) -> dict[str, Any]:
         always = {
             "train__max_steps": STEPS,
+            "train__accumulate_steps": case["accumulate_steps"],
             "plan": {"devices_per_host": 2, **PLANS[case["plan"]]},
             "embedding__optimizer": OPTIMIZERS[case["optimizer"]],
             "dense__sharding": case["dense"],
+            "pipeline__staleness": case["staleness"],
+            "model__name": "dcnv2",
+            "model__batch_norm": case["batch_norm"],
             "model__embedding_dim": 32,
-            "model__bottom_mlp": [32],
         }
         return settings(tiny, tmp_path / name, **always | changes)
 

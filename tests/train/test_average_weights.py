@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.optim import swa_utils
 
 from average_oracle import KINDS, METRICS, Weights, average_of, differences, stored_weights
 from meseta.checkpoint import newest
@@ -22,9 +25,11 @@ from meseta.data.read.reader import Reader
 from meseta.models.global_layers import SyncBatchNorm
 from meseta.spec import MesetaError
 from meseta.train.advise import open_advisor
+from meseta.train.averages.weights import _means_over_batches
 from meseta.train.interop.dense_export import load_dense_part
 from meseta.train.interop.importing import import_export
 from meseta.train.trained_model import load_model, load_trained
+from meseta.train.trainer import Trainer
 from small_run import metrics, settings, train
 
 STEPS = 7
@@ -216,3 +221,25 @@ def test_dense_exports_and_advice_use_averages(tiny: Path, tmp_path: Path) -> No
         assert advisor._exact_ne == summary["test"]["ne"]
         assert 0 < abs(advisor.ne_loss({"user": 2})) < 0.2
         assert advisor.ne_loss({}) == 0
+
+
+def test_layers_of_torch_get_the_statistics_of_update_bn() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.0)).eval()
+    expected, batches = copy.deepcopy(model), [torch.randn(size, 3) for size in (8, 5, 9)]
+    swa_utils.update_bn(batches, expected)
+    with _means_over_batches(model, [model[1]]), torch.no_grad():
+        for batch in batches:
+            model(batch)
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), expected.buffers(), strict=True))
+    assert model[1].momentum == 0.1 and not any(module.training for module in model.modules())
+
+
+@pytest.mark.soak
+def test_tied_parameters_are_averaged_once(tiny: Path, tmp_path: Path) -> None:
+    trainer = Trainer(RunConfig.model_validate(document(tiny, tmp_path / "run", **KINDS["swa"])), World.single())
+    trainer.model.tied = trainer.model.top_mlp
+    tensors = trainer.average.get_tensors()
+    names = [name for name in tensors if name.startswith("average.tied.")]
+    assert names and all(
+        tensors[name].data_ptr() == tensors[name.replace("tied", "top_mlp")].data_ptr() for name in names
+    )

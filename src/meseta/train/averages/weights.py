@@ -110,7 +110,10 @@ class WeightAverage:
             if self._statistics:
                 with self.applied():
                     statistics = self._averaged_statistics
-        return {f"{AVERAGE_PREFIX}{name}": value.detach() for name, value in {**tensors, **statistics}.items()}
+        names = {id(parameter): name for name, parameter in self._dense.parameters.items()}
+        named = self._model.named_parameters(remove_duplicate=False)  # Tied parameters have several names.
+        averages = {name: tensors[names[id(parameter)]].detach() for name, parameter in named}
+        return {f"{AVERAGE_PREFIX}{name}": value for name, value in {**averages, **statistics}.items()}
 
     @torch.no_grad()
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
