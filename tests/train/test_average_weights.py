@@ -17,6 +17,7 @@ from torch.optim import swa_utils
 
 from average_oracle import KINDS, METRICS, Weights, average_of, differences, stored_weights
 from meseta.checkpoint import newest
+from meseta.checkpoint.averages import saved_average
 from meseta.checkpoint.exporting import export
 from meseta.comm import World
 from meseta.config import RunConfig
@@ -243,3 +244,13 @@ def test_tied_parameters_are_averaged_once(tiny: Path, tmp_path: Path) -> None:
     assert names and all(
         tensors[name].data_ptr() == tensors[name.replace("tied", "top_mlp")].data_ptr() for name in names
     )
+    with pytest.raises(MesetaError, match=r"here: dense tensor 'average\..* is missing, but must be \["):
+        trainer.average.set_tensors({}, "here")
+
+
+@pytest.mark.parametrize("entry", [5, {"kind": "swa", "other": 1}, {"kind": "mean"}, {"kind": "ema", "decay": "x"}])
+def test_damaged_states_are_refused(entry: Any) -> None:
+    with pytest.raises(MesetaError, match="average"):
+        saved_average({"average": entry, "embedding_step": 3})
+    with pytest.raises(MesetaError, match=r"at step None, which is not an average; use a checkpoint of `meseta train`"):
+        saved_average({"average": {"kind": "swa"}})

@@ -201,7 +201,7 @@ def resume(
         )
     set_random_state(state["random"])
     trainer.running_metrics.set_tensors(state["dense"])
-    trainer.average.set_tensors(state["dense"])
+    trainer.average.set_tensors(state["dense"], f"checkpoint {str(path)!r}")
     trainer.evaluation_tracker.set_state(state)
     trainer.track_logged_evaluation()  # Made at the end of the previous start.
     if trainer.config.train.finish == "best":

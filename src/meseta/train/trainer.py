@@ -188,7 +188,7 @@ class Trainer:
         with self._resources:
             fill(self.model)
             if not self.model.embeddings.step:
-                self.average.set_tensors({})
+                self.average.reset()
             self.world.run_on_rank_0(self._prepare_run_dir)
             self._save()
             self.checkpoint_manager.wait()

@@ -23,6 +23,7 @@ from meseta.models.layers import select_score_input
 from meseta.optim.dense import to_local
 from meseta.optim.dense_average import DenseAverage
 from meseta.pipeline import Pipeline
+from meseta.spec import MesetaError
 from meseta.system.waits import track_activity
 
 
@@ -115,19 +116,28 @@ class WeightAverage:
         averages = {name: tensors[names[id(parameter)]].detach() for name, parameter in named}
         return {f"{AVERAGE_PREFIX}{name}": value for name, value in {**averages, **statistics}.items()}
 
+    def reset(self) -> None:
+        """Set the average to the current weights."""
+        if self._dense is not None:
+            self._dense.reset()
+
     @torch.no_grad()
-    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the averages of a checkpoint. Without any, the average is the current weights."""
+    def set_tensors(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Restore the averages of a checkpoint. Raises MesetaError if one is missing or its shape differs."""
         if self._dense is None:
             return
-        self._dense.reset()
         saved = {name.removeprefix(AVERAGE_PREFIX): t for name, t in tensors.items() if name.startswith(AVERAGE_PREFIX)}
+        for name, expected in {**self._dense.averages, **self._statistics}.items():
+            shape = list(saved[name].shape) if name in saved else "missing"
+            if shape != list(expected.shape):
+                raise MesetaError(
+                    f"{where}: dense tensor {AVERAGE_PREFIX + name!r} is {shape}, but must be {list(expected.shape)}; "
+                    "use the config that it was trained with"
+                )
         for name, average in self._dense.averages.items():
-            if name in saved:
-                to_local(average).copy_(to_local(distribute_like(saved[name], average)))
-        if self._statistics and self._statistics.keys() <= saved.keys():
-            self._averaged_statistics = {name: saved[name].to(self._world.device) for name in self._statistics}
-            self._statistics_step = self._step
+            to_local(average).copy_(to_local(distribute_like(saved[name], average)))
+        self._averaged_statistics = {name: saved[name].to(self._world.device) for name in self._statistics}
+        self._statistics_step = self._step
 
     @staticmethod
     def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
