@@ -192,6 +192,14 @@ def test_where_gradients_are_clipped_instead(write: Any) -> None:
     assert (config.dense.clip_norm, config.dense.clip_value, config.embedding.optimizer.clip_norm) == (2, 1, 3)
 
 
+def test_averages_that_are_refused(write: Any) -> None:
+    path = write(SMALL)
+    half = "train.average_weights and embedding.dtype 'bfloat16' cannot be combined: rounded changes of rows"
+    refused(path, ["train.average_weights=swa", "embedding.dtype=bfloat16"], half)
+    refused(path, ["train.average_weights=mean"], "train.average_weights", "'ema' or 'swa'")
+    refused(path, ["train.average_decay=1"], "train.average_decay", "less than 1")
+
+
 def test_constants_that_a_dense_optimizer_does_not_use_are_refused(write: Any) -> None:
     path = write(SMALL)
     refused(path, ["dense.optimizer.momentum=0.9"], "'adam' does not use momentum", "beta1, beta2, eps")

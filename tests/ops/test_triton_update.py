@@ -11,6 +11,7 @@ import torch
 
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError
+from meseta.spec.average import AverageSpec
 from optim.specs import SPECS
 from sampling import product, sample
 
@@ -42,6 +43,14 @@ def test_optimizers_and_types_of_rows(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("optimizer", SPECS)
 def test_every_optimizer(optimizer: str) -> None:
     check_update(update_case(make_row_optimizer(SPECS[optimizer]), 5, dims=(20,)), "cpu")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adam", "lamb"])
+@pytest.mark.parametrize("decay", [None, 0.9, 2.0**-60, 2.0**-90])
+def test_averages(optimizer: str, decay: float | None) -> None:
+    average = AverageSpec(kind="swa") if decay is None else AverageSpec(kind="ema", decay=decay)
+    check_update(update_case(make_row_optimizer(SPECS[optimizer], average), 5, dims=(20, 16)), "cpu")
 
 
 @pytest.mark.parametrize("case", sample(SHAPES, 4, seed=20))

@@ -168,6 +168,9 @@ def test_a_table_beyond_all_memory_is_refused_with_numbers(tmp_path: Path, tiny:
     assert "the largest table is 'city', 274,877,906,944 x 4" in str(caught.value)
     assert "embedding.dtype=bfloat16 needs 3.30 TB; or prepare the data with fewer --hash-rows" in str(caught.value)
     assert not (tmp_path / "run").exists()
+    averaged = RunConfig.model_validate({**document, "train": {**document["train"], "average_weights": "swa"}})
+    with pytest.raises(MesetaError, match=r"needs 9\.90 TB .* train\.average_weights=null needs 5\.50 TB; or"):
+        Trainer(averaged, World.current())
 
 
 def test_ranks_of_a_host_share_its_memory(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

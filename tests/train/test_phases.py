@@ -20,7 +20,9 @@ WIDTH = 64
 CASES = product(ranks=[1, 2], background=["never", "always"])
 
 
-def measure(folder: Path, tiny: Path, ranks: int, background: str) -> list[dict[str, list[int]]]:
+def measure(
+    folder: Path, tiny: Path, ranks: int, background: str, average: str | None = None
+) -> list[dict[str, list[int]]]:
     """Return [predicted, peak] in bytes of each phase, for each rank."""
     data = folder / "data"
     shutil.copytree(tiny, data)
@@ -38,6 +40,7 @@ def measure(folder: Path, tiny: Path, ranks: int, background: str) -> list[dict[
             model__embedding_dim=WIDTH,
             train__max_steps=6,
             train__eval_every_steps=3,
+            train__average_weights=average,
             checkpoint={"every_steps": 4 if background == "always" else None, "background": background, "keep_last": 1},
         )
         (folder / f"{name}.json").write_text(json.dumps(document))
@@ -74,3 +77,9 @@ def check(measured: list[dict[str, list[int]]]) -> None:
 @pytest.mark.parametrize("case", sample(CASES, k=1, seed=2))
 def test_the_memory_of_phases_matches_the_prediction(case: dict[str, object], tiny: Path, tmp_path: Path) -> None:
     check(measure(tmp_path, tiny, **case))  # type: ignore[arg-type]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_memory_of_averages_matches_the_prediction(ranks: int, tiny: Path, tmp_path: Path) -> None:
+    check(measure(tmp_path, tiny, ranks, "never", "ema"))

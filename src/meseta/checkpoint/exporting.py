@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from meseta.checkpoint.averages import average_values, saved_average, select_averages
 from meseta.checkpoint.files.block import (
     DENSE_PATH,
     Values,
@@ -84,7 +85,7 @@ def export(
         out: Folder to create.
         form: Format of the files.
         tables: Shell patterns of the tables to export.
-        states: Whether to export the states of the row optimizers.
+        states: Whether to export the states of the row optimizers. Without them, averaged weights are exported.
         on_rows: Called with the number of rows of each written block.
 
     Raises MesetaError if the folder exists, a pattern matches no table, or the checkpoint is damaged.
@@ -96,9 +97,11 @@ def export(
         raise MesetaError(f"export: {str(out)!r} exists already; choose a new folder")
     with atomic_folder(out) as folder:
         (folder / "tables").mkdir()
+        # Training continues from rows with their states, so these are no averages.
+        average = manifest["state"] if not states and saved_average(manifest["state"]) else None
         for name in names:
-            _export_table(path, manifest["tables"][name], folder / table_folder(name), form, states, on_rows)
-        _export_dense(path, manifest["dense"], folder, form)
+            _export_table(path, manifest["tables"][name], folder / table_folder(name), form, states, average, on_rows)
+        _export_dense(path, manifest["dense"], folder, form, averages=average is not None)
         (folder / EXPORT_PATH).write_text(export_manifest(manifest, form, names, states=states))
     return sorted(file for file in out.rglob("*") if file.is_file())
 
@@ -118,6 +121,7 @@ def _export_table(
     stem: Path,
     form: ExportFormat,
     states: bool,
+    average: Mapping[str, Any] | None,
     on_rows: Callable[[int], None],
 ) -> None:
     schema = BlockSchema.from_dict(entry)
@@ -126,6 +130,8 @@ def _export_table(
     with make(stem, schema, columns, entry["num_embeddings"]) as arrays:
         for files in group_files_by_block(entry):
             block, values = files[0], read_chain(root, schema, files)
+            if average is not None:
+                values = {**values, ROW: average_values(average, values)}
             for column in columns:
                 stored = values[column.name]
                 if form == "numpy" and column.dtype == "bfloat16":
@@ -192,8 +198,13 @@ def _create_safetensors_file(
         yield {column.name: _ArrayFile(file, start + header[column.name]["data_offsets"][0]) for column in columns}
 
 
-def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: ExportFormat) -> None:
+def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: ExportFormat, *, averages: bool) -> None:
     tensors = read_tensors(root, entry)
+    if averages:
+        tensors = select_averages(tensors)
+    if form == "safetensors" and averages:
+        save_file(tensors, out / DENSE_PATH)
+        return
     if form == "safetensors":
         copy_file(root / entry["path"], out / DENSE_PATH, entry["num_bytes"])
         return

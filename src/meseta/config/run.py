@@ -24,6 +24,7 @@ from meseta.config.section import (
 )
 from meseta.errors import format_value
 from meseta.spec import InitSpec, MesetaError
+from meseta.spec.average import AverageKind, AverageSpec
 from meseta.spec.codecs import CodecName, Communication, CrossHostAlgorithm, ExchangeAlgorithm, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import InitKind, TableDtype
@@ -237,6 +238,23 @@ class TrainConfig(Section):
     finish: Literal["last", "best"] = "last"
     """Final weights of the run, for the test split, the report, `eval`, `predict` and exports: the last ones, or those
     of the best evaluation by early_stopping, whose checkpoint is kept."""
+
+    average_weights: AverageKind | None = None
+    """Average of weights over steps for evaluations, predictions and exports: 'ema', 'swa' (mean), or None."""
+    average_decay: float = Field(default=0.999, gt=0, lt=1)
+    """Factor of the previous average in each step of 'ema'."""
+    average_start_step: NonNegativeInt = 0
+    """Number of steps whose weights are left out."""
+    average_norm_batches: PositiveInt = 100
+    """Number of training batches for the statistics of batch norm with averaged weights."""
+
+    @property
+    def average_spec(self) -> AverageSpec | None:
+        """Average of the weights."""
+        if self.average_weights is None:
+            return None
+        decay = {"decay": self.average_decay} if self.average_weights == "ema" else {}
+        return AverageSpec(kind=self.average_weights, start_step=self.average_start_step, **decay)
 
     @property
     def evaluates_during_training(self) -> bool:
@@ -526,6 +544,10 @@ class RunConfig(Section):
         if self.train.clip_norm is not None and self.dense.clip_norm is not None:
             raise ValueError("train.clip_norm and dense.clip_norm cannot be combined: both clip dense gradients; "
                              "leave one out")  # fmt: skip
+        if self.train.average_weights is not None and self.embedding.dtype in ("float16", "bfloat16"):
+            raise ValueError(f"train.average_weights and embedding.dtype {self.embedding.dtype!r} cannot be combined: "
+                             "rounded changes of rows would be missing in the average; set embedding.dtype to "
+                             "'float32', or train.average_weights to null")  # fmt: skip
         if self.data.last_batch == "pad" and getattr(self.model, "batch_norm", False):
             raise ValueError("data.last_batch 'pad' and model.batch_norm cannot be combined: padding would change the "
                              "batch statistics; set data.last_batch to 'keep' or 'drop'")  # fmt: skip

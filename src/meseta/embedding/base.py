@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.comm import BatchSlice, BatchTotals, World
+from meseta.embedding.averages import RowAverages
 from meseta.embedding.batch_context import (
     BatchContext,
     ExhaustedInput,
@@ -89,6 +90,8 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         dtypes = {table.dtype for table in tables}
         if len(dtypes) != 1:
             raise MesetaError(f"tables of a collection must have one dtype, got {sorted(dtypes) or 'no table'}")
+        if len({table.average for table in tables}) != 1:
+            raise MesetaError("tables of a collection must have one average; set the same for all tables")
         self.tables = tuple(tables)
         self.features = tuple(features)
         self.seed = seed
@@ -101,6 +104,9 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
         self.num_clamped: Tensor | None = None
         """Total number [1] of values that overflowed fp16 in exchanges, or `None` if no exchange uses fp16."""
         self.out_of_range_ids = OutOfRangeIds()
+        self.lookups: Sequence[Any] = ()
+        """Lookup of each feature group."""
+        self._averages: RowAverages | None = None
         self._active_batch: BatchContext[GroupStateT] | None = None
         self._last_slice: BatchSlice | None = None
         """Slice of the batch that was looked up last."""
@@ -389,6 +395,21 @@ class BaseEmbeddingCollection(nn.Module, ABC, Generic[GroupStateT]):
     def num_out_of_range(self) -> Int[Tensor, " F"] | None:
         """Total out-of-range ids per feature with policy drop, clamp or hash. `None` before the first batch."""
         return self.out_of_range_ids.counts
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context manager in which lookups return averages of rows, if tables have an average. Rows do not change."""
+        average, before = self.tables[0].average, self._averages
+        self._set_averages(None if average is None else RowAverages(average, self.step))
+        try:
+            yield
+        finally:
+            self._set_averages(before)
+
+    def _set_averages(self, averages: RowAverages | None) -> None:
+        self._averages = averages
+        for look in self.lookups:
+            look.averages = averages
 
     def set_resume_state(self, step: int, num_outside: Int[Tensor, " F"] | None) -> None:
         """Set the number of updates and of out-of-range ids, for example of a saved run."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchTotals, World
+from meseta.embedding.averages import RowAverages, look_up_rows
 from meseta.embedding.base import BaseEmbeddingCollection, OptimizerInBackward
 from meseta.embedding.batch_context import BatchContext, ExhaustedInput, FeatureGroup, raise_rejected_id
 from meseta.embedding.routes import GradientRounding, MessageFormat, gradient_exponent
@@ -24,7 +25,6 @@ from meseta.embedding.update import (
 from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
-from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.sparse import Embeddings, KeyedJaggedTensor
@@ -36,29 +36,36 @@ from meseta.storage import TableStorage, make_storages
 class LocalLookup:
     """Lookup of one feature group whose tables are completely in this process."""
 
-    def __init__(self, group: FeatureGroup, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, group: FeatureGroup, rows: Mapping[str, TableRows], dtype: torch.dtype) -> None:
         """Create the lookup, given the rows of each table."""
         self.group = group
+        self.averages: RowAverages | None = None
+        """Averages to look up in place of rows."""
         self._dtype = dtype
         pooled = group.pooled_features
+        self._pooled_rows = [rows[f.table] for f in pooled]
         self._pooled_tables = LookupGroup(
-            tuple(weights[f.table] for f in pooled),
+            tuple(table.weight for table in self._pooled_rows),
             tuple(f.weighted for f in pooled),
             tuple(f.pooling == "mean" for f in pooled),
         )
-        self._unpooled_tables = [weights[f.table] for f in group.unpooled_features]
+        self._unpooled_rows = [rows[f.table] for f in group.unpooled_features]
 
     def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
         """Return pooled embeddings [B, sum of D], then the rows of each unpooled feature."""
         if self.group.pooled_features:
             bags = ids.select(self.group.pooled_names)
-            pooled = lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
+            if self.averages is None:
+                pooled = lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
+            else:
+                tables = self._pooled_rows, self._pooled_tables
+                pooled = self.averages.pool(*tables, bags.values, bags.offsets, bags.weights)
         else:
             pooled = torch.empty(ids.batch_size, 0, dtype=self._dtype, device=ids.values.device)
-        if not self._unpooled_tables:
+        if not self._unpooled_rows:
             return [pooled]
         single = ids.select([f.name for f in self.group.unpooled_features])
-        return [pooled, *row_lookup(self._unpooled_tables, single.values, single.key_offsets)]
+        return [pooled, *look_up_rows(self.averages, self._unpooled_rows, single.values, single.key_offsets)]
 
     def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
         """Return the segment of a batch, given its ids and the gradients of its embeddings."""
@@ -99,12 +106,12 @@ class RoundedLookup(LocalLookup):
     def __init__(
         self,
         group: FeatureGroup,
-        weights: Mapping[str, Tensor],
+        table_rows: Mapping[str, TableRows],
         dtype: torch.dtype,
         rounds: EmulatedRounding,
         seed: int,
     ) -> None:
-        super().__init__(group, weights, dtype)
+        super().__init__(group, table_rows, dtype)
         # Ranks send sums and divide them later.
         self._pooled_tables = replace(self._pooled_tables, mean=(False,) * len(group.pooled_features))
         self._comm, self._seed = rounds.comm, seed
@@ -280,7 +287,7 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         return {shard.spec.name: index for index, shard in enumerate(self.shards)}
 
     def _assemble_embeddings(self, flight: BatchContext[CheckedIds]) -> Sequence[Tensor]:
-        each = zip(self._lookups, flight.group_states, strict=True)
+        each = zip(self.lookups, flight.group_states, strict=True)
         return [tensor for lookup, group_ids in each for tensor in lookup(group_ids.kjt)]
 
     def _output_dist(self, flight: BatchContext[CheckedIds]) -> Embeddings:
@@ -305,14 +312,15 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
     def emulates_rounding(self) -> bool:
         return not self._rounding.comm.is_lossless
 
-    def _make_lookup(self, group: FeatureGroup, weights: Mapping[str, Tensor]) -> LocalLookup:
+    def _make_lookup(self, group: FeatureGroup, rows: Mapping[str, TableRows]) -> LocalLookup:
         if self._rounding.comm.is_lossless:
-            return LocalLookup(group, weights, self.dtype)
-        return RoundedLookup(group, weights, self.dtype, self._rounding, self.seed)
+            return LocalLookup(group, rows, self.dtype)
+        return RoundedLookup(group, rows, self.dtype, self._rounding, self.seed)
 
     def _bind_rows(self, rows: Sequence[TableRows]) -> None:
-        weights = {shard.spec.name: shard_rows.weight for shard, shard_rows in zip(self.shards, rows, strict=True)}
-        self._lookups = tuple(self._make_lookup(group, weights) for group in self.groups)
+        rows_by_table = {shard.spec.name: shard_rows for shard, shard_rows in zip(self.shards, rows, strict=True)}
+        self.lookups = tuple(self._make_lookup(group, rows_by_table) for group in self.groups)
+        self._set_averages(self._averages)
         self._fused_shards = group_shards(self.shards, rows, self._gradient_layout)
 
     @cached_property
@@ -337,7 +345,7 @@ class EmbeddingBagCollection(BaseEmbeddingCollection[CheckedIds]):
         self, flight: BatchContext[CheckedIds], *gradients: Tensor
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
         ids = [group_ids.kjt for group_ids in flight.pop_group_states()]
-        lookups = list(zip(self._lookups, ids, self.split_by_group(gradients), strict=True))
+        lookups = list(zip(self.lookups, ids, self.split_by_group(gradients), strict=True))
         weight_gradients = [lookup.weight_gradient(group_ids, pooled) for lookup, group_ids, (pooled, *_) in lookups]
         assert flight.batch_slice is not None
         step = flight.batch_slice.step

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, BatchTotals, ExchangeScope, PendingCollective, World
+from meseta.embedding.averages import RowAverages, look_up_rows
 from meseta.embedding.batch_context import ExhaustedInput, FeatureGroup
 from meseta.embedding.hierarchical import (
     CountsExchange,
@@ -50,7 +51,6 @@ from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
-from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.unique import unique
 from meseta.sparse import KeyedJaggedTensor
@@ -104,6 +104,8 @@ class ShardedLookup:
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.routes_by_owner[world.rank]
         self.tables = tuple(dict.fromkeys(feature.table for feature in group.features))
+        self.averages: RowAverages | None = None
+        """Averages to look up in place of rows."""
         self._rows: Mapping[Shard, TableRows] = {}
         self._counts_exchange = CountsExchange(self.routing, world, self.tables, len(group.features))
         self._hierarchical = self._counts_exchange.hierarchical
@@ -117,9 +119,10 @@ class ShardedLookup:
         self._lookup_groups = {side: self._make_lookup_group(owned[side.first : side.stop]) for side in sides}
         self._replicated_lookup_group = self._make_lookup_group(replicated)
 
-    def _make_lookup_group(self, routes: Sequence[Route]) -> LookupGroup:
+    def _make_lookup_group(self, routes: Sequence[Route]) -> tuple[list[TableRows], LookupGroup]:
         weighted = tuple(self.group.features[route.feature].weighted for route in routes)
-        return LookupGroup(tuple(self._rows[route.shard].weight for route in routes), weighted)
+        rows = [self._rows[route.shard] for route in routes]
+        return rows, LookupGroup(tuple(table.weight for table in rows), weighted)
 
     def start_input_dist(self, checked: CheckedIds | MesetaError, batch_tag: int, totals: BatchTotals) -> PendingCounts:
         """Sort the ids by owner, and start to exchange counts with the batch tag and the totals of this rank.
@@ -350,7 +353,7 @@ class ShardedLookup:
         first = self.routing.host_reduced[self.world.rank].stop
         if first == len(self.routes):
             return []
-        tables = [self._rows[route.shard].weight for route in self.routes[first:]]
+        tables = [self._rows[route.shard] for route in self.routes[first:]]
         counts = [
             [x.rows_per_route.served[r][k] for r in range(self.world.size)] for k in range(first, len(self.routes))
         ]
@@ -370,7 +373,7 @@ class ShardedLookup:
                 else torch.empty_like(distinct.rows).index_copy_(0, distinct.inverse, ids.to(torch.int64))
             )
         bounds = list(accumulate((sum(route_counts) for route_counts in counts), initial=0))
-        rows_and_sizes = zip(row_lookup(tables, ids, bounds), counts, strict=True)
+        rows_and_sizes = zip(look_up_rows(self.averages, tables, ids, bounds), counts, strict=True)
         return [
             message_format.pack(MatrixLayout(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes)
             for rows, sizes in rows_and_sizes
@@ -391,7 +394,10 @@ class ShardedLookup:
         if side.first == side.stop:
             return torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
         bags = owned.route_bags(side)
-        return lookup_group(self._lookup_groups[side], bags.ids, bags.offsets, bags.weights)
+        tables, group = self._lookup_groups[side]
+        if self.averages is not None:
+            return self.averages.pool(tables, group, bags.ids, bags.offsets, bags.weights)
+        return lookup_group(group, bags.ids, bags.offsets, bags.weights)
 
     def _lookup_replicated_bags(self, replicated: KeyedJaggedTensor | None) -> Tensor | None:
         """Look up the bags of replicated rows [B, sum of columns], or return `None` if there are none."""
@@ -399,7 +405,10 @@ class ShardedLookup:
         if replicated is None or not num_pooled:
             return None
         bags = replicated.select(replicated.keys[:num_pooled])
-        return lookup_group(self._replicated_lookup_group, bags.values, bags.offsets, bags.weights)
+        tables, group = self._replicated_lookup_group
+        if self.averages is not None:
+            return self.averages.pool(tables, group, bags.values, bags.offsets, bags.weights)
+        return lookup_group(group, bags.values, bags.offsets, bags.weights)
 
     def _expected_messages(self, x: InputDist) -> list[list[MatrixLayout]]:
         rank, ranks = self.world.rank, range(self.world.size)
@@ -429,13 +438,13 @@ class ShardedLookup:
         if x.distinct_rows is None or not is_distinct:
             [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
             values = x.replicated_ids[self.group.features[feature].name].values
-            return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
+            return look_up_rows(self.averages, [self._rows[shard]], values, [0, values.numel()])[0]
         [shard] = (r.shard for r in self.routing.replicated if r.bucket == (feature, number))
         first, stop = self.routing.range_bounds[feature][number : number + 2]
         distinct = x.distinct_rows.rows[feature]
         bounds = torch.searchsorted(distinct, distinct.new_tensor([first, stop])).tolist()
         ids = distinct[bounds[0] : bounds[1]] - first
-        return row_lookup([self._rows[shard].weight], ids, [0, ids.numel()])[0]
+        return look_up_rows(self.averages, [self._rows[shard]], ids, [0, ids.numel()])[0]
 
     def start_gradient_dist(
         self, x: InputDist, gradients: Sequence[Tensor], batch: BatchSlice, seed: int

@@ -29,6 +29,7 @@ from meseta.ops.step_scalars import StepScalars
 from meseta.sparse import KeyedJaggedTensor
 from meseta.sparse.shapes import Float, Int
 from meseta.spec import OptimizerSpec, TableSpec
+from meseta.spec.average import AverageSpec
 from meseta.storage import TableStorage
 
 GatherStats = Callable[[list[Tensor | None]], list[Tensor | None]]
@@ -51,10 +52,11 @@ def group_shards(
     `rows` are the acquired rows of all shards. Contributions are added in the order of `features`. Shards must have
     whole rows, or an optimizer without row statistics.
     """
-    members: dict[OptimizerSpec, list[int]] = {}
+    members: dict[tuple[OptimizerSpec, AverageSpec | None], list[int]] = {}
     for index in dict.fromkeys(feature.table for feature in features):
-        if shards[index].spec.optimizer.name != "frozen":
-            members.setdefault(shards[index].spec.optimizer, []).append(index)
+        spec = shards[index].spec
+        if spec.optimizer.name != "frozen":
+            members.setdefault((spec.optimizer, spec.average), []).append(index)
     groups = []
     for indices in members.values():
         number = {index: n for n, index in enumerate(indices)}

@@ -116,6 +116,8 @@ class SyncBatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
         self.register_buffer("running_mean", torch.zeros(width))
         self.register_buffer("running_var", torch.ones(width))
+        # If set, forward passes replace the running statistics by means over batches, and count them.
+        self.num_recomputed: int | None = None
 
     def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
         """Normalize the columns of `x`. `batch` is `None` in evaluation. Collective in training."""
@@ -125,10 +127,17 @@ class SyncBatchNorm(nn.Module):
         result: Tensor = _BatchNormFunction.apply(x, self.weight, self.bias, self, batch)
         return result
 
-    def update_running_stats(self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"]) -> None:
+    def update_running_stats(
+        self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"], weight: float = MOMENTUM
+    ) -> None:
         """Update the running statistics with those of a global batch."""
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), MOMENTUM)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+    def _add_recomputed(self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"]) -> None:
+        assert self.num_recomputed is not None
+        self.num_recomputed += 1
+        self.update_running_stats(mean, unbiased, 1 / self.num_recomputed)
 
 
 class _BatchNormFunction(torch.autograd.Function):
@@ -136,6 +145,8 @@ class _BatchNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: SyncBatchNorm, batch: BatchSlice) -> Tensor:
         wide = x.to(weight.dtype)
         mean, squares = _global_moments(wide, batch)
+        if layer.num_recomputed is not None and batch.num_samples:
+            layer._add_recomputed(mean, squares / max(batch.num_samples - 1, 1))
         scale = torch.rsqrt(squares / max(batch.num_samples, 1) + EPS).to(wide.dtype)
         normal = (wide - mean.to(wide.dtype)) * scale
         ctx.save_for_backward(normal, weight * scale, mean, squares)

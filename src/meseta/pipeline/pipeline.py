@@ -21,6 +21,7 @@ from meseta.ops.allocator import keep_freed_memory
 from meseta.ops.cross_entropy import StepLoss, cross_entropy_step
 from meseta.ops.step_scalars import StepNumbers, StepScalars
 from meseta.optim.dense import GradientClipper, dense_parameters
+from meseta.optim.dense_average import DenseAverage
 from meseta.pipeline.clipping import clip_over_ranks
 from meseta.pipeline.device_copy import DeviceCopier, PackedBatch, PendingCopy, StaticPart
 from meseta.pipeline.lookahead import LookaheadQueue, MicroBatch, QueuedBatch
@@ -111,6 +112,8 @@ class Pipeline:
         """Whether each batch is looked up before the update of the previous batch. Set it before the first step."""
         self.prefetched_embeddings: PrefetchedEmbeddings | None = None
         """Embeddings of the next batch if it was looked up before this loop. The next step uses them."""
+        self.dense_average: DenseAverage | None = None
+        """Average of the dense parameters, updated after each step. Set it before the first step."""
         is_gpu = world.device.type == "cuda"
         new_event = partial(torch.cuda.Event, enable_timing=True)
         clock = DeviceClock(new_event, torch.cuda.current_stream, torch.cuda.synchronize) if is_gpu else None
@@ -393,6 +396,11 @@ class Pipeline:
                     self._resolve_check()
                 self.clip(dense_parameters(self.optimizer))
             self.update_check.step_optimizer(self.optimizer, self.scalars)
+            self._update_average()
+
+    def _update_average(self) -> None:
+        if self.dense_average is not None and not self._is_capturing:
+            self.dense_average.update(self.model.embeddings.step)
 
     def _write_scalars(self, lr_factor: float | None, totals: BatchTotals | None, sizes: Sequence[int]) -> None:
         if self.scalars is None or self._is_capturing:
@@ -479,6 +487,7 @@ class Pipeline:
             self.stage_times.add_replay(captured.stages, self.graphs.pop_num_timed())
         agreement = LossAgreement.of_report(totals, captured.report, captured.rejected_ids, check.term_names, votes())
         embeddings.count_replayed_step()
+        self._update_average()
         # The next replay overwrites the results, so they are copied.
         logits = captured.logits.clone()
         queue.fill()

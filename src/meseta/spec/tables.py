@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Literal, get_args
 
 from meseta.errors import MAX_INT64, MesetaError, check_choice, check_number, duplicates, format_value, suggest
+from meseta.spec.average import AverageSpec
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.system.files import first_name_collision, has_control_characters
 
@@ -86,6 +87,16 @@ class TableSpec:
     'float64' also computes in float64, for verification."""
     init: InitSpec = field(default_factory=InitSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    average: AverageSpec | None = None
+    """Average of the rows over steps, for rows of 32 or 64 bits."""
+
+    @property
+    def num_states(self) -> tuple[int, int]:
+        """Number of state values (per element, per row) of the optimizer and the average."""
+        per_element, per_row = self.optimizer.num_states
+        if self.average is None or self.optimizer.name == "frozen":
+            return per_element, per_row
+        return per_element + 1, per_row + self.average.has_eras
 
     def __post_init__(self) -> None:
         _check_name("table", self.name)
@@ -98,6 +109,11 @@ class TableSpec:
                 )
             object.__setattr__(self, name, int(value))  # NumPy integers are accepted, but not serializable.
         self.init.check_range(f"table {self.name!r}: init", self.dtype)
+        if self.average is not None and self.dtype in ("float16", "bfloat16"):
+            raise MesetaError(
+                f"table {self.name!r}: average cannot be combined with dtype {self.dtype}, because rounded changes of "
+                "rows would be missing in the average; set dtype to float32, or average to None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def make_storages(
     """
     options, is_cpu = options or StorageOptions(), torch.device(device).type == "cpu"
     offloaded_indices = [index for index, (_, shard) in enumerate(pieces) if shard.tier in OFFLOADED_TIERS]
-    optimizers = [make_row_optimizer(spec.optimizer) for spec, _ in pieces]
+    optimizers = [make_row_optimizer(spec.optimizer, spec.average) for spec, _ in pieces]
     record_bytes = {n: RecordLayout(meta_values(*pieces[n], optimizers[n])).num_bytes for n in offloaded_indices}
     # Shards without a cache size in the plan share the memory of `options`.
     auto_sized = [index for index in offloaded_indices if pieces[index][1].cache_rows is None]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meseta.checkpoint.averages import average_values
 from meseta.checkpoint.files.block import group_files_by_block, read_chain
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.quantization import decode_column, encode_column, estimate_row_bytes
@@ -172,6 +173,7 @@ class BitsAdvisor:
                 "last checkpoint is exact"
             )
         self._tables: Mapping[str, Any] = manifest["tables"]
+        self._state: Mapping[str, Any] = manifest["state"]
         self._exact_ne = self._mean_ne()
 
     @property
@@ -238,8 +240,9 @@ class BitsAdvisor:
         """Load the rows of a table from the checkpoint. `bits` adds the error of this width."""
         schema = BlockSchema.from_dict(self._tables[name])
         for files in group_files_by_block(self._tables[name]):
-            rows = read_chain(self._root, schema, files)[ROW]
-            values = {ROW: rows if bits is None else self._with_quantization_error(schema, rows, bits)}
+            exact = read_chain(self._root, schema, files)
+            rows = exact[ROW] if bits is None else self._with_quantization_error(schema, exact[ROW], bits)
+            values = {ROW: average_values(self._state, {**exact, ROW: rows})}
             for piece in self._trained_model.model.embeddings.shards:
                 if piece.spec.name == name:
                     fill_shard(piece, schema, files[0]["first_row"], values)

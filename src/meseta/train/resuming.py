@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from meseta.checkpoint import failures
+from meseta.checkpoint import DamagedCheckpoint, failures
+from meseta.checkpoint.averages import saved_average
 from meseta.checkpoint.failures import run_on_rank_0
 from meseta.checkpoint.fallback import FallbackCheckpointError
 from meseta.checkpoint.manifest import read_manifest
@@ -180,6 +181,7 @@ def resume(
     check_resume_allowed(trainer.config, path)
     if path != checked:  # From the mirror, or an older one after quarantine.
         check_dataset(run, path, trainer.dataset, world)
+    check_same_average(run, path, trainer.config, world)
     since_whole = manager.marks_since_full
     try:
         state = restore(path, trainer.model, trainer.optimizer, world, mark_changes_since_full=since_whole)
@@ -199,11 +201,32 @@ def resume(
         )
     set_random_state(state["random"])
     trainer.running_metrics.set_tensors(state["dense"])
+    trainer.average.set_tensors(state["dense"], f"checkpoint {str(path)!r}")
     trainer.evaluation_tracker.set_state(state)
     trainer.track_logged_evaluation()  # Made at the end of the previous start.
     if trainer.config.train.finish == "best":
         check_best_checkpoint(run, trainer.early_stopping.best_step, trainer.step, world)
     return dict(state["optimizers"])
+
+
+def check_same_average(run: RunDir, path: Location, config: RunConfig, world: World) -> None:
+    """Raise MesetaError, on all ranks, if the checkpoint at `path` has another average than the config. Collective."""
+
+    def check() -> None:
+        try:
+            before, now = saved_average(read_manifest(path)["state"]), config.train.average_spec
+        except DamagedCheckpoint:  # Loading the checkpoint raises the error with a remedy.
+            return
+        for name, key in (("kind", "weights"), ("decay", "decay"), ("start_step", "start_step")):
+            was, is_now = (None if spec is None else getattr(spec, name) for spec in (before, now))
+            if was != is_now:
+                raise MesetaError(
+                    f"run_dir {str(run.path)!r} has another average in {path.name}: train.average_{key} was {was!r} "
+                    f"and is {is_now!r} now; set it back, choose another run_dir, or start from the beginning with "
+                    "--force"
+                )
+
+    world.run_on_rank_0(check)
 
 
 def check_best_checkpoint(run: RunDir, best_step: int | None, step: int, world: World) -> None:

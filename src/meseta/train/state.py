@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from meseta import checkpoint
+from meseta.checkpoint.averages import replace_rows_by_averages, select_averages
 from meseta.checkpoint.manifest import QUANTIZED
 from meseta.comm import World
 from meseta.comm.dense import distribute_like, full_tensor, is_sharded
@@ -19,6 +21,7 @@ from meseta.data.read.batch import Batch
 from meseta.errors import StorageError, format_value
 from meseta.pipeline.losses import NonFiniteLoss, SkippedUpdate
 from meseta.spec import FeatureSpec, MesetaError
+from meseta.spec.average import AverageKind
 from meseta.system.remote import Location
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -39,6 +42,12 @@ class _PlateauState(_StateModel):
     num_stale: Count
 
 
+class _AverageState(_StateModel, extra="forbid"):
+    kind: AverageKind
+    decay: Annotated[float, Field(gt=0, lt=1)]
+    start_step: Count
+
+
 class _TrainerState(_StateModel):
     num_samples: Count
     embedding_step: Count
@@ -52,15 +61,19 @@ class _TrainerState(_StateModel):
     restores: Count = 0
     run_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
     plateaus: dict[str, _PlateauState] = {}
+    average: _AverageState | None = None
 
 
-def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:
-    """Return `model.PARAMETER` and `optimizer.PARAMETER.MOMENT` tensors by name, only on rank 0, on the CPU.
+def dense_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: World, more: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Tensor]:
+    """Return `model.PARAMETER`, `optimizer.PARAMETER.MOMENT` and `more` tensors by name, only on rank 0, on the CPU.
     Collective. Gathers sharded tensors one at a time."""
     tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{moment}"] = torch.as_tensor(value)
+    tensors |= more
     for name in [name for name, tensor in tensors.items() if is_sharded(tensor)]:
         together = full_tensor(tensors.pop(name))
         if world.rank == 0:
@@ -160,8 +173,8 @@ def restore(
     """Restore model and optimizer from a checkpoint of any plan. Return its state.
 
     The state has additional keys: `step`, `dense` and `carried` tensors, row `optimizers` by table, and the number of
-    `restores` from quantized rows including this one. `optimizer` is `None` for a model that is not trained further.
-    `mark_changes_since_full` is an argument of `checkpoint.load`.
+    `restores` from quantized rows including this one. `optimizer` is `None` for a model that is not trained further,
+    which gets averages if the run has them. `mark_changes_since_full` is an argument of `checkpoint.load`.
     Raises MesetaError, on all ranks, if the checkpoint is damaged, or is of another model or dense optimizer. For a
     damaged checkpoint it is a FallbackCheckpointError.
     """
@@ -172,7 +185,8 @@ def restore(
         raise world.broadcast_from_rank_0(partial(checkpoint.fallback_checkpoint_error, problem, path)) from None
     _check_state(path, loaded.state)
     if optimizer is None:
-        set_dense_parameters(model, loaded.dense)
+        set_dense_parameters(model, select_averages(loaded.dense))
+        replace_rows_by_averages(shards, loaded.state)
     else:
         where = f"checkpoint {str(path)!r}"
         check_dense_optimizer(where, optimizer, loaded.state["dense_optimizer"], loaded.dense, loaded.step)

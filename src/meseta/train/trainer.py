@@ -39,6 +39,7 @@ from meseta.train.saving import CheckpointManager
 from meseta.train.setup.build import (
     count_steps,
     estimate_remaining_samples,
+    make_average,
     make_pipeline,
     make_reader,
     place_model,
@@ -123,6 +124,7 @@ class Trainer:
         self.overlap = planner.overlap
         self.pipeline = make_pipeline(config, self.dataset, self.model, self.overlap.hidden, world)
         self.optimizer = self.pipeline.optimizer
+        self.average = make_average(config, self.dataset, self.pipeline, world)
         self._step_threads = StepThreads()
         self.evaluation_tracker = EvaluationTracker(
             config, [name for name, split in self.dataset.splits.items() if split.num_rows]
@@ -185,6 +187,8 @@ class Trainer:
         `fill` raises an error."""
         with self._resources:
             fill(self.model)
+            if not self.model.embeddings.step:
+                self.average.reset()
             self.world.run_on_rank_0(self._prepare_run_dir)
             self._save()
             self.checkpoint_manager.wait()
@@ -218,9 +222,10 @@ class Trainer:
                 progress.warn(self.observers.close("interrupted"))
                 raise self.checkpoint_manager.make_interrupt()
             outside = self._sum_out_of_range_ids()
-            evaluations = self._evaluate_final_weights(progress)
-            progress.warn(self.observers.close("completed"))
-        summary = write_summary(self, former, evaluations, outside)
+            with self.average.applied():
+                evaluations = self._evaluate_final_weights(progress)
+                progress.warn(self.observers.close("completed"))
+                summary = write_summary(self, former, evaluations, outside)
         self.checkpoint_manager.sync_mirror()
         self.observers.end(self.step, self.num_samples)
         return summary
@@ -407,9 +412,10 @@ class Trainer:
         self._synchronize()
         self.background_metrics.wait()
         start_s = time.perf_counter()
-        evaluation = evaluate(
-            self.model, self.eval_readers[split], self.world, self.config.metrics, logit_shift(self.config)
-        )
+        with self.average.applied():
+            evaluation = evaluate(
+                self.model, self.eval_readers[split], self.world, self.config.metrics, logit_shift(self.config)
+            )
         step, num_samples = self._position
         line = EvalLine(
             kind="eval",
@@ -456,8 +462,10 @@ class Trainer:
             "random": random_state(),
             **encoding_state(self.dataset),
             **self.evaluation_tracker.get_state(),
+            **self.average.get_state(),
         }
-        dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.running_metrics.get_tensors()}
+        more = {**self.average.get_tensors(), **self.running_metrics.get_tensors()}
+        dense = dense_tensors(self.model, self.optimizer, self.world, more)
         is_last = self.step == self.num_steps or self._ends_early or self._is_paused
         prefetched = self.pipeline.snapshot_prefetched()
         prefetched_tensors = None if prefetched is None else prefetched.to_tensors()

@@ -91,6 +91,14 @@ class _SymbolBase:
         raise _unsupported(f"the method or attribute {name!r}")
 
 
+@dataclass(frozen=True)
+class _OfFirst:
+    function: Callable[[Any], float]
+
+    def __call__(self, first: Any, _: Any) -> float:
+        return self.function(first)
+
+
 class ScalarSymbol(_SymbolBase):
     """Symbol for a number that is equal for all rows, such as lr, step, embedding_dim and functions of them."""
 
@@ -105,6 +113,10 @@ class ScalarSymbol(_SymbolBase):
             return NotImplemented
         partner = self.graph.operand(other)
         return self.graph.number(function, *((partner, self) if swap else (self, partner)))
+
+    def map(self, function: Callable[[Any], float]) -> ScalarSymbol:
+        """Return the symbol of a function of this number."""
+        return self.graph.number(_OfFirst(function), self, self)
 
     def __add__(self, other: Any) -> Any:
         return self._apply(operator.add, other)

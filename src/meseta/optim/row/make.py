@@ -10,8 +10,10 @@ from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowStats, Valu
 from meseta.ops.row_program.program import state_kinds, trace
 from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
 from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
+from meseta.optim.row.average import keep_average
 from meseta.optim.row.sgd import frozen, lars, sgd
 from meseta.spec import MesetaError, OptimizerSpec, suggest
+from meseta.spec.average import AverageSpec
 from meseta.system.user_code import import_custom
 
 NORM_EPSILON = 1e-6
@@ -87,17 +89,18 @@ BUILT_IN_DECAY = ("lamb", "rowwise_lamb", "lars")
 """Optimizers that implement weight decay themselves, as published."""
 
 
-def make_row_optimizer(spec: OptimizerSpec) -> RowOptimizer:
-    """Return the row optimizer of a spec. Equal specs share one, so that it is traced once for all tables.
+def make_row_optimizer(spec: OptimizerSpec, average: AverageSpec | None = None) -> RowOptimizer:
+    """Return the row optimizer of a spec, which also keeps `average`. Equal specs share one, so that it is traced once
+    for all tables.
 
     Raises MesetaError if a custom optimizer cannot be imported or traced, is not a RowOptimizer, or has another state
     than its spec.
     """
-    return _build(_import_factory(spec.name) if spec.is_custom else FACTORIES[spec.name], spec)
+    return _build(_import_factory(spec.name) if spec.is_custom else FACTORIES[spec.name], spec, average)
 
 
 @cache
-def _build(factory: RowOptimizerFactory, spec: OptimizerSpec) -> RowOptimizer:
+def _build(factory: RowOptimizerFactory, spec: OptimizerSpec, average: AverageSpec | None) -> RowOptimizer:
     optimizer = factory(spec)
     if spec.is_custom:
         _check_custom(optimizer, spec)
@@ -108,7 +111,7 @@ def _build(factory: RowOptimizerFactory, spec: OptimizerSpec) -> RowOptimizer:
         optimizer = clip_norm(optimizer, spec.clip_norm)
     if spec.clip_value is not None:
         optimizer = clip_value(optimizer, spec.clip_value)
-    return optimizer
+    return optimizer if average is None or spec.name == "frozen" else keep_average(optimizer, average)
 
 
 def _with_penalties(optimizer: RowOptimizer, spec: OptimizerSpec) -> RowOptimizer:

@@ -30,7 +30,7 @@ def compute_bytes(table: TableSpec) -> int:
 
 def state_bytes_per_row(table: TableSpec) -> int:
     """Return the bytes of the optimizer state of one row."""
-    per_element, per_row = table.optimizer.num_states
+    per_element, per_row = table.num_states
     return (per_element * table.embedding_dim + per_row) * compute_bytes(table)
 
 
@@ -166,7 +166,7 @@ class WorkloadLoads:
         self.dims = np.array([t.embedding_dim for t in tables], np.int64)
         self.value_bytes = np.array([value_bytes(t) for t in tables], np.float64)
         self.compute_bytes = np.array([compute_bytes(t) for t in tables], np.float64)
-        states = np.array([t.optimizer.num_states for t in tables], np.float64).reshape(-1, 2)
+        states = np.array([t.num_states for t in tables], np.float64).reshape(-1, 2)
         self.element_states, self.row_states = states[:, 0], states[:, 1]
         self.optimizer_index = np.array([self.optimizers.index(t.optimizer.name) for t in tables], np.int64)
         self.sums_rows = np.array([t.optimizer.name in ROW_STATISTICS for t in tables], bool)

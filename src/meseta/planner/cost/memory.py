@@ -14,6 +14,7 @@ from meseta.planner.cost.loads import ShardLoads, WorkloadLoads, compute_bytes, 
 from meseta.planner.cost.placement import CacheOptions, Placement
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import Plan, Shard, TableSpec, Workload
+from meseta.spec.average import MAX_GATHERED_ROWS
 from meseta.spec.shards import (
     BLOCK_BYTES,
     GLOBAL_ROW_ID_BYTES,
@@ -123,7 +124,7 @@ class RunBytes:
 
 def row_and_state_bytes(table: TableSpec, shard: Shard) -> tuple[int, int]:
     """Return the exact bytes of the rows of a shard, and of their optimizer states."""
-    per_element, per_row = table.optimizer.num_states
+    per_element, per_row = table.num_states
     cells = shard.num_rows * shard.num_columns
     state = (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)
     return cells * value_bytes(table), state
@@ -378,7 +379,19 @@ def _activation_bytes(batch: PlanLoads, run: RunBytes) -> tuple[Floats, Floats]:
     evaluation = forward * (scored / samples) + (bag_bytes + activation_bytes / 2) * scored
     if run.evaluation_bytes is not None:
         evaluation = forward * (scored / samples) + run.evaluation_bytes
+    if any(table.average is not None for table in loads.workload.tables):
+        evaluation = evaluation + _averaged_row_bytes(batch) * (scored / samples)
+        # Rows, lags and products of one part.
+        evaluation = evaluation + 3 * MAX_GATHERED_ROWS * loads.dims.max() * loads.element_bytes
     return step, evaluation
+
+
+def _averaged_row_bytes(batch: PlanLoads) -> Floats:
+    """Return the bytes of the averages and ids that each rank [R] looks up for a training batch."""
+    sharded, replicated = (
+        load.num_ids * (load.num_columns * load.element_bytes + 8) for load in (batch.sharded, batch.replicated)
+    )
+    return batch.placement.sum_by_rank(sharded) + replicated.sum() / batch.placement.num_ranks
 
 
 def id_bytes_per_sample(loads: WorkloadLoads) -> float:

@@ -201,8 +201,10 @@ def _halve_dtypes(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, Pla
 
 
 def _can_halve(table: TableSpec, constraints: Constraints) -> bool:
-    allowed = constraints.rule(table.name).dtypes
-    return table.dtype in _HALF_DTYPES and (allowed is None or _HALF_DTYPES[table.dtype] in allowed)
+    allowed, half = constraints.rule(table.name).dtypes, _HALF_DTYPES.get(table.dtype)
+    if half is None or (table.average is not None and half != "float32"):
+        return False
+    return allowed is None or half in allowed
 
 
 def _allow_all_tiers(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:

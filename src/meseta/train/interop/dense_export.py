@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meseta.checkpoint.averages import select_averages
 from meseta.checkpoint.files.block import read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.config import RunConfig
@@ -66,7 +67,7 @@ def load_dense_part(path: Location, run_dir: Path | None = None) -> tuple[DenseP
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
     model = make_model(config.model, collection, len(dataset.dense), config.seed, labels=dataset.labels)
     model.to(dtype=collection.dtype)
-    set_dense_parameters(model, read_tensors(path, read_manifest(path)["dense"]))
+    set_dense_parameters(model, select_averages(read_tensors(path, read_manifest(path)["dense"])))
     check_reads_pooled("export", model)
     part = DensePart(model, logit_shift(config)).eval()
     return part, _describe_inputs(config, dataset, collection)

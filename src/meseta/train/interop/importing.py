@@ -139,6 +139,7 @@ def _fill_model_from_export(
         _check_moments(where, trainer.config.dense.optimizer, model, tensors)
         set_dense_tensors(model, optimizer, tensors)
         model.embeddings.set_resume_state(steps, None)
+        trainer.average.set_tensors(tensors, where)
     names = [name for name in tensors if name.startswith("model." if trainer is None else ("model.", "optimizer."))]
     for name in names:
         target = name.removeprefix("model.")

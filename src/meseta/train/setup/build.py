@@ -22,6 +22,7 @@ from meseta.pipeline.device_copy import BatchPacker
 from meseta.spec import MesetaError, Plan, suggest
 from meseta.spec.stages import Overlap
 from meseta.system.ranks import local_rank, num_local_ranks, print_note
+from meseta.train.averages.weights import WeightAverage
 from meseta.train.setup.meta_model import make_meta_model, make_unsharded_model
 from meseta.train.setup.planning import RunPlanner
 from meseta.train.setup.source import make_row_source
@@ -118,6 +119,12 @@ def make_pipeline(
     pipeline.num_masked_tasks = dataset.num_masked_tasks
     pipeline.uses_stale_embeddings = bool(config.pipeline.staleness)
     return pipeline
+
+
+def make_average(config: RunConfig, dataset: Dataset, pipeline: Pipeline, world: World) -> WeightAverage:
+    """Return the average of the weights that `pipeline` trains."""
+    # Without the attempt of the run, a service treats the reader as that of another run.
+    return WeightAverage(config.train, pipeline, world, lambda: make_reader(config, dataset, "train", world))
 
 
 def make_reader(

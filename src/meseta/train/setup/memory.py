@@ -157,11 +157,12 @@ def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_ho
     def of(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
+    copies = DENSE_COPIES + (config.train.average_weights is not None)
     if config.dense.sharding == "replicated" or num_ranks == 1:
-        return of(model) * DENSE_COPIES
+        return of(model) * copies
     cut = [of(module) for _, module in sharded_modules(model, model.get_submodule("embeddings"))]
     left = of(model) - sum(cut)
-    return (left + sum(cut) // per_host) * DENSE_COPIES + 2 * max(cut, default=0)
+    return (left + sum(cut) // per_host) * copies + 2 * max(cut, default=0)
 
 
 def available_bytes(device: torch.device, system: KernelFiles | None = None) -> int | None:
@@ -238,11 +239,16 @@ def _largest_parameter(outline: nn.Module) -> str:
 
 def _smaller_tables(tables: Mapping[str, TableSpec]) -> dict[str, dict[str, TableSpec]]:
     # Settings that need less memory, with the tables that result.
-    return {
-        "embedding.dtype=bfloat16": {
-            name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table
-            for name, table in tables.items()
-        },
+    if any(table.average is not None for table in tables.values()):  # Rows of 16 bits have no average.
+        smaller = {"train.average_weights=null": {n: replace(table, average=None) for n, table in tables.items()}}
+    else:
+        smaller = {
+            "embedding.dtype=bfloat16": {
+                name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table
+                for name, table in tables.items()
+            }
+        }
+    return smaller | {
         "embedding.optimizer.name=rowwise_adagrad": {
             name: replace(table, optimizer=OptimizerSpec(name="rowwise_adagrad")) for name, table in tables.items()
         },

@@ -172,6 +172,7 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
                 dtype=config.embedding.dtype,
                 init=InitSpec(**config.embedding.table_init(column.name)),
                 optimizer=_with_penalties(column.name, optimizer, config.embedding.regularization),
+                average=config.train.average_spec,
             )
         )
         features.append(
