@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -163,13 +164,13 @@ def save_on(num_ranks: int, parent: Path, limit: float | None) -> None:
 
 def bytes_in(folder: Path, sizes: dict[int, int]) -> int:
     """Return the bytes of all files ever seen there, by inode."""
-    for path in folder.rglob("*"):
+    # Folders and files may be renamed meanwhile: os.walk skips such folders.
+    for path in (Path(parent) / name for parent, _, names in os.walk(folder) for name in names):
         try:
             status = path.stat()
         except FileNotFoundError:
             continue
-        if path.is_file():
-            sizes[status.st_ino] = max(sizes.get(status.st_ino, 0), status.st_size)
+        sizes[status.st_ino] = max(sizes.get(status.st_ino, 0), status.st_size)
     return sum(sizes.values())
 
 
