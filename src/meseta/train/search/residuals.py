@@ -48,8 +48,9 @@ def pair_statistic(ids: NDArray[np.int64], rows: NDArray[np.int64], residuals: N
 
 def measure_association(
     model: Model, config: RunConfig, dataset: Dataset, names: Sequence[str], world: World
-) -> dict[str, float]:
-    """Return `pair_statistic` of the features `names`, which `model` does not use, on training rows. Collective.
+) -> tuple[dict[str, float], int]:
+    """Return `pair_statistic` of the features `names`, which `model` does not use, and the number of training rows that
+    were read. Collective.
 
     Dense features are cut into buckets with about equal numbers of rows. Labels must be 0 or 1.
     """
@@ -59,7 +60,8 @@ def measure_association(
     scorer = RowScorer(model, _without(rows, dataset, names), reader.options.batch_size, world, 0.0)
     likelihoods = np.exp(-scorer.gather_losses()[0])
     residuals = np.where(labels > 0.5, 1 - likelihoods, likelihoods - 1) * first_label_weights(rows)
-    return {name: pair_statistic(*column, residuals) for name, column in _columns(rows, dataset, names).items()}
+    columns = _columns(rows, dataset, names)
+    return {name: pair_statistic(*column, residuals) for name, column in columns.items()}, labels.size
 
 
 def _without(rows: Batch, dataset: Dataset, names: Sequence[str]) -> Batch:
