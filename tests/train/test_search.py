@@ -23,7 +23,7 @@ from meseta.data.prepare import prepare
 from meseta.train.importance import paired_difference
 from meseta.train.interop.default_settings import choose_settings, find_free_keys
 from meseta.train.search.candidates import SEARCHED_KEYS, merge, scaled_rate
-from meseta.train.search.residuals import pair_statistic
+from meseta.train.search.residuals import centered_residuals, pair_statistic
 from meseta.train.search.search import search_settings
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, without_times
@@ -85,7 +85,7 @@ def test_noise_is_left_out_and_useful_columns_stay(searched: tuple[RunConfig, Pa
     assert set(config.data.without) == set(NOISE)
     record = read_trials(run_dir)
     assert any("noise_id" in decision for decision in record["decisions"])
-    spent = float(re.search(r"spent (\S+) of 2.5 trainings, (\S+) for evidence", record["decisions"][-1])[1])
+    spent = float(re.search(r"spent (\S+) of 2.5 trainings, (\S+) for evidence", " ".join(record["decisions"]))[1])
     assert record["trials"][0]["cost"] == 1 and 1 < sum(trial["cost"] for trial in record["trials"]) < spent <= 2.5
     assert not (run_dir / "trials").exists()
     chosen = record["trials"][record["selected"]]["settings"]
@@ -171,6 +171,24 @@ def test_pair_statistic_is_standard_normal_without_association() -> None:
     draw = np.random.default_rng(0)
     values = [pair_statistic(draw.integers(0, 300, 900), np.arange(900), draw.normal(0, 1, 900)) for _ in range(400)]
     assert abs(np.mean(values)) < 4 / 20 and 0.85 < np.std(values) < 1.15
+
+
+def test_residuals_of_a_biased_model_are_not_associated_with_noise() -> None:
+    draw = np.random.default_rng(0)
+    labels, logits = (draw.random(20_000) < 0.3).astype(np.float64), np.full(20_000, -0.4)
+    weights = draw.uniform(0.5, 2, labels.size)
+    losses, probabilities = np.logaddexp(0, logits) - labels * logits, 1 / (1 + np.exp(-logits))
+    expected = weights * (labels - probabilities - weights @ (labels - probabilities) / weights.sum())
+    residuals = centered_residuals(labels, losses, weights)
+    assert residuals == pytest.approx(expected, abs=1e-12)
+    statistics = [
+        pair_statistic(draw.integers(0, 7, labels.size), np.arange(labels.size), residuals) for _ in range(20)
+    ]
+    assert (
+        max(statistics) < 4
+        and pair_statistic(draw.integers(0, 7, labels.size), np.arange(labels.size), weights * (labels - probabilities))
+        > 100
+    )
 
 
 def test_paired_difference_is_that_of_scipy() -> None:

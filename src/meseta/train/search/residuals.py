@@ -46,6 +46,23 @@ def pair_statistic(ids: NDArray[np.int64], rows: NDArray[np.int64], residuals: N
     return float(pairs.sum()) / variance**0.5 if variance > 0 else 0.0
 
 
+def centered_residuals(
+    labels: NDArray[np.float64], losses: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the weighted differences [n] between labels and probabilities, minus their mean.
+
+    A model whose probabilities are too high or too low would else be associated with every column.
+
+    Args:
+        labels: Labels [n], 0 or 1.
+        losses: Log losses [n].
+        weights: Weights [n].
+    """
+    likelihoods = np.exp(-losses)
+    residuals = np.where(labels > 0.5, 1 - likelihoods, likelihoods - 1)
+    return (residuals - np.average(residuals, weights=weights)) * weights
+
+
 def measure_association(
     model: Model, config: RunConfig, dataset: Dataset, names: Sequence[str], world: World
 ) -> tuple[dict[str, float], int]:
@@ -58,8 +75,7 @@ def measure_association(
     rows = gather_rows(reader, min(MAX_ROWS, reader.num_rows), world)
     labels = first_column(rows.label).double().numpy()
     scorer = RowScorer(model, _without(rows, dataset, names), reader.options.batch_size, world, 0.0)
-    likelihoods = np.exp(-scorer.gather_losses()[0])
-    residuals = np.where(labels > 0.5, 1 - likelihoods, likelihoods - 1) * first_label_weights(rows)
+    residuals = centered_residuals(labels, scorer.gather_losses()[0], first_label_weights(rows))
     columns = _columns(rows, dataset, names)
     return {name: pair_statistic(*column, residuals) for name, column in columns.items()}, labels.size
 

@@ -109,26 +109,52 @@ class _Search:
         if best is None:
             return self._finish(first)
         self._rung = max(1, math.ceil(len(first.result.evaluations) * _FIRST_RUNG_SHARE))
-        self._overfits = best == 0
-        base = {**self._find_columns(first), **self._refine_evaluations()}
-        control = first
+        self._overfits = best == 0 and self._config.train.finish == "best"
+        plain = self._leave_out_columns(first)
+        base, control = {**plain.settings, **self._refine_evaluations()}, plain
         if trials.can_spend(trials.estimate_cost(base, self._rung)):
             control = trials.train(base, self._rung)
         if control.result.problem:
-            control = first
+            control = plain
         if control is not first:
             self._decide(f"trial with these decisions: {trials.describe(control)}")
-        return self._finish(self._select(first, self._halve(first, control, self._try_changes(control))))
+        # If the first evaluation is the best, the first trial and the one without columns have been compared.
+        incumbent = plain if self._overfits else first
+        finalists = self._try_changes(control)
+        return self._finish(self._select(incumbent, self._halve(incumbent, control, finalists)))
 
     def _decide(self, text: str) -> None:
         self._decisions.append(text)
         _print(self._world, f"search: {text}")
 
-    def _find_columns(self, first: SearchTrial) -> Settings:
-        """Return the setting that leaves out columns that do not help, or no setting."""
+    def _leave_out_columns(self, first: SearchTrial) -> SearchTrial:
+        """Return the trial without columns that do not help until the first rung, or the first trial."""
+        names = self._find_columns(first)
+        if not names:
+            return first
+        trial = self._trials.train(self._settings_without(names), self._rung)
+        if trial.result.problem:
+            return first
+        if self._overfits:
+            change = self._compare(first, trial)
+            verb = "stay" if change.low > 0 else "are left out"
+            self._decide(f"{', '.join(names)} {verb}: without them the validation log loss changes by {change}")
+            return first if change.low > 0 else trial
+        return trial
+
+    def _compare(self, trial: SearchTrial, other: SearchTrial) -> PairedDifference:
+        """Return the change of the validation log loss from a trial to another one."""
+        path = self._trials.runs.path(trial.name)
+        comparison = self._trials.collect_evidence(
+            f"{trial.name}-{other.name}", other, lambda other: compare_runs(path, other, self._config, self._world)
+        )
+        return PairedDifference(**comparison)
+
+    def _find_columns(self, first: SearchTrial) -> list[str]:
+        """Return the columns that do not help."""
         cost = _MAX_IMPORTANCE_COST + 2 * self._trials.estimate_cost({WITHOUT: []}, self._rung)
         if WITHOUT not in self._free or not self._trials.can_spend(cost):
-            return {}
+            return []
         max_predictions = min(MAX_PREDICTIONS, int(first.result.num_samples * _MAX_IMPORTANCE_COST / PREDICTION_COST))
         arguments = self._config, self._dataset, self._world, max_predictions
         unhelpful = self._trials.collect_evidence(
@@ -136,16 +162,15 @@ class _Search:
         )
         if not unhelpful:
             self._decide("all columns are kept: permuting any of them increases the validation loss beyond noise")
-            return {}
+            return []
         intervals = ", ".join(f"{one['name']} {one['low']:+.5f} to {one['high']:+.5f}" for one in unhelpful)
         self._decide("permuting these columns does not increase the validation log loss beyond noise "
                      f"(95 % intervals): {intervals}")  # fmt: skip
-        names = self._keep_associated([one["name"] for one in unhelpful], self._rung)
-        return self._settings_without(names) if names else {}
+        return self._remove_associated([one["name"] for one in unhelpful])
 
-    def _keep_associated(self, names: Sequence[str], num_evaluations: int) -> list[str]:
+    def _remove_associated(self, names: Sequence[str]) -> list[str]:
         """Return the `names` that are not associated with the residuals of a trial without them."""
-        trial = self._trials.train(self._settings_without(names), num_evaluations)
+        trial = self._trials.train(self._settings_without(names), self._rung)
         if trial.result.problem:
             return []
         arguments = self._config, self._dataset, names, self._world
@@ -242,45 +267,42 @@ class _Search:
         self._decide(f"{text}: {result} after {self._rung_samples:,} samples")
         return trial
 
-    def _halve(self, first: SearchTrial, control: SearchTrial, finalists: list[SearchTrial]) -> SearchTrial:
+    def _halve(self, incumbent: SearchTrial, control: SearchTrial, finalists: list[SearchTrial]) -> SearchTrial:
         """Train the finalists and the control until the second rung. Train the best one to its end, as far as the
         budget allows, and return it."""
         trials = self._trials
-        candidates = [*([] if control is first else [control]), *finalists]
+        is_new = control is not incumbent
+        candidates = [control, *finalists] if is_new else finalists
         for trial in candidates:
             if trials.can_spend(trials.estimate_cost(trial.settings, 2 * self._rung)):
                 trials.train(trial.settings, 2 * self._rung)
         num_samples = trials.rung_samples(2 * self._rung)
         best = select_best([trials.value(trial, num_samples) for trial in candidates], trials.metric)
         if best is None:
-            return first
+            return incumbent
         gain = trials.score(candidates[best], num_samples) - trials.score(candidates[0], num_samples)
         # A change must be better than the control by more than a part of the noise.
-        winner = candidates[best] if control is first or gain > trials.margin() else control
+        winner = candidates[best] if not is_new or gain > trials.margin() else control
         self._decide(f"best after {num_samples:,} samples: {_describe_change(winner)}")
-        trials.train_to_end(winner, 2 * self._dataset.splits[VALID].num_rows)  # The predictions of `_select`.
+        trials.train_to_end(winner, 2 * self._dataset.splits[VALID].num_rows)  # The predictions of `_compare`.
         return winner
 
-    def _select(self, first: SearchTrial, challenger: SearchTrial) -> SearchTrial:
-        """Return the challenger if it is better than the first trial. If it leaves out columns, it only must not be
+    def _select(self, incumbent: SearchTrial, challenger: SearchTrial) -> SearchTrial:
+        """Return the challenger if it is better than the incumbent. If it leaves out more columns, it only must not be
         worse beyond noise."""
         trials = self._trials
-        if challenger is first:
-            return first
-        gain, margin = trials.score(challenger) - trials.score(first), trials.margin()
+        if challenger is incumbent:
+            return incumbent
+        gain, margin = trials.score(challenger) - trials.score(incumbent), trials.margin()
         evidence = f"a gain of {gain:+.{trials.decimals}f}, of which {margin:.{trials.decimals}f} may be noise"
         is_chosen = gain > margin
-        if WITHOUT in challenger.settings:
-            with_columns = trials.runs.path(first.name)
-            comparison = trials.collect_evidence(
-                "winner", challenger, lambda path: compare_runs(with_columns, path, self._config, self._world)
-            )
-            change = PairedDifference(**comparison)
+        if challenger.settings.get(WITHOUT) != incumbent.settings.get(WITHOUT):
+            change = self._compare(incumbent, challenger)
             is_chosen = is_chosen or (change.low <= 0 and gain > -margin)
             evidence += f"; the validation log loss changes by {change}"
         self._decide(f"{'chosen' if is_chosen else 'not chosen'}: {_describe_change(challenger)}, "
                      f"{trials.describe(challenger)}, {evidence}")  # fmt: skip
-        return challenger if is_chosen else first
+        return challenger if is_chosen else incumbent
 
     def _finish(self, winner: SearchTrial) -> RunConfig:
         trials, entries = self._trials, self._trials.entries()
