@@ -2,69 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from searches import NOISE, SHORT, make_config, read_trials, write_log
 
-from distributed.pool import RankPool
 from meseta.comm import World
-from meseta.config import RunConfig, validate_document
+from meseta.config import RunConfig
 from meseta.config.load import with_values
-from meseta.data import Dataset, PrepareOptions
-from meseta.data.prepare import prepare
+from meseta.data import Dataset
 from meseta.train.importance import paired_difference
-from meseta.train.interop.default_settings import choose_settings, find_free_keys
-from meseta.train.search.candidates import SEARCHED_KEYS, merge, scaled_rate
+from meseta.train.search.candidates import merge, scaled_rate
 from meseta.train.search.residuals import centered_residuals, pair_statistic
 from meseta.train.search.search import search_settings
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, without_times
-
-NOISE = ("noise_id", "noise_number", "noise_tags")
-SHORT = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 2.5}}
-"""Settings with which a search takes a second."""
-
-
-def write_log(folder: Path, *, seed: int = 0, rows: int = 3000, valid: float = 0.2) -> Dataset:
-    """Prepare a log with useful and useless columns of all kinds."""
-    draw = np.random.default_rng(seed)
-    item, price, weak = draw.integers(0, 30, rows), draw.normal(0, 1, rows), draw.integers(0, 4, rows)
-    logits = -0.5 + draw.normal(0, 1, 30)[item] - 0.5 * price + np.array([-0.45, -0.15, 0.15, 0.45])[weak]
-    tags = draw.integers(0, 40, (rows, 2))
-    columns = {
-        "label": (draw.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.int64),
-        "item": [f"i{number}" for number in item],
-        "weak": [f"w{number}" for number in weak],
-        "noise_id": [f"n{number}" for number in draw.integers(0, 800, rows)],
-        "noise_tags": pa.array(tags.tolist(), pa.list_(pa.int64())),
-        "price": price,
-        "noise_number": draw.normal(0, 1, rows),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), folder / "log.parquet")
-    sources, sparse = [str(folder / "log.parquet")], ["item", "weak", "noise_id", "noise_tags"]
-    return prepare(PrepareOptions(sources=sources, out=folder / "data", sparse=sparse, valid_fraction=valid))
-
-
-def make_config(dataset: Dataset, run_dir: Path, **sections: Any) -> tuple[RunConfig, list[str]]:
-    """Return a config as `meseta train --data` makes it, and the keys that a search may decide."""
-    document = {"run_dir": str(run_dir), "data": {"dir": str(dataset.dir)}, "num_threads": 1, **deepcopy(sections)}
-    document |= {"report": {"importance": False}}
-    free = find_free_keys(document, SEARCHED_KEYS)
-    choose_settings(document, dataset)
-    return validate_document(document), free
-
-
-def read_trials(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "trials.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -117,34 +72,6 @@ def test_keys_of_the_config_are_not_searched(log: Dataset, tmp_path: Path) -> No
     assert not {"data.without", "model.dropout", "embedding.optimizer.lr"} & set(free)
     _, adam = make_config(log, tmp_path, embedding={"optimizer": {"name": "adam"}})
     assert not any(key.startswith("embedding.optimizer") for key in adam)
-
-
-@pytest.mark.soak
-def test_interrupted_searches_resume(log: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    take, stop_at = Trainer._run_step, math.inf
-
-    def counted(self: Trainer, batch: Any) -> Any:
-        steps.append(self.step)
-        if len(steps) == stop_at:
-            raise KeyboardInterrupt
-        return take(self, batch)
-
-    monkeypatch.setattr(Trainer, "_run_step", counted)
-    config, free = make_config(log, tmp_path / "whole", **SHORT)
-    whole = search_settings(config, log, free, World.single())
-    num_steps, stop_at = len(steps), math.inf
-    config, free = make_config(log, tmp_path / "interrupted", **SHORT)
-    steps.clear()
-    for share in (0.3, 0.8):
-        stop_at = round(share * num_steps)
-        with pytest.raises(KeyboardInterrupt):
-            search_settings(config, log, free, World.single())
-    stop_at = math.inf
-    resumed = search_settings(config, log, free, World.single())
-    assert resumed.model_copy(update={"run_dir": whole.run_dir}) == whole
-    assert read_trials(tmp_path / "whole") == read_trials(tmp_path / "interrupted")
-    assert len(steps) < 1.6 * num_steps
 
 
 def test_few_validation_rows_are_not_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,19 +130,3 @@ def test_paired_difference_is_that_of_scipy() -> None:
 def test_grid_and_merged_changes() -> None:
     assert [scaled_rate(0.05, place) for place in (-2, -1, 0, 2)] == [0.005, 0.0158, 0.05, 0.5]
     assert merge([{"a": 1}, {"a": 2, "b": 3}, {"c": 4}]) == {"a": 1, "c": 4}
-
-
-def search_on_ranks(document: dict[str, Any], dataset_dir: str, free: list[str]) -> dict[str, Any]:
-    config = search_settings(validate_document(document), Dataset.load(dataset_dir), free, World.current())
-    return config.model_dump(mode="json")
-
-
-@pytest.mark.soak
-def test_two_ranks_decide_together(log: Dataset, tmp_path: Path) -> None:
-    config, free = make_config(log, tmp_path / "run", **SHORT)
-    pool = RankPool(2)
-    try:
-        one, two = pool.run(search_on_ranks, config.model_dump(mode="json"), str(log.dir), free)
-    finally:
-        pool.close()
-    assert one == two and len(read_trials(tmp_path / "run")["trials"]) > 1
