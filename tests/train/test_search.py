@@ -8,18 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from searches import NOISE, SHORT, make_config, read_trials, write_log
+import yaml
 
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import with_values
 from meseta.data import Dataset
 from meseta.train.importance import paired_difference
-from meseta.train.search.candidates import merge, scaled_rate
+from meseta.train.search.candidates import DROPOUT, merge, scaled_rate
 from meseta.train.search.residuals import centered_residuals, pair_statistic
 from meseta.train.search.search import search_settings
+from meseta.train.search.trials import Trials
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, without_times
+from train.searches import NOISE, SHORT, make_config, read_trials, write_log
+
+NEW_KEYS = ("data.without", "train.search_budget", "train.clip_norm", "report.baseline")
+"""Keys that the config of an earlier version does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,37 @@ def test_a_begun_run_keeps_its_decisions(searched: tuple[RunConfig, Path], log: 
     again, free = make_config(log, run_dir, train={**SHORT["train"], "search_budget": 0})
     decided = search_settings(again, log, free, World.single())
     assert decided.model_copy(update={"train": config.train}) == config
+
+
+def test_a_run_of_an_earlier_version_resumes_unchanged(log: Dataset, tmp_path: Path) -> None:
+    settings = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 0}}
+    config, _ = make_config(log, tmp_path / "whole", **settings)
+    Trainer(config, World.single()).run()
+    config, _ = make_config(log, tmp_path / "begun", **settings)
+    Trainer(config, World.single()).run_trial(1)
+    path = tmp_path / "begun" / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    for section, key in (name.split(".") for name in NEW_KEYS):
+        del stored[section][key]
+    path.write_text(yaml.safe_dump(stored))
+    config, free = make_config(log, tmp_path / "begun", train={"epochs": 2, "batch_size": 256})
+    config = search_settings(config, log, free, World.single())
+    Trainer(config, World.single()).run()
+    assert final_checksum(tmp_path / "begun") == final_checksum(tmp_path / "whole")
+    assert without_times(metrics(tmp_path / "begun")) == without_times(metrics(tmp_path / "whole"))
+    assert not (tmp_path / "begun" / "trials").exists() and not (tmp_path / "begun" / "trials.json").exists()
+
+
+def test_the_last_trial_pauses_at_the_end_of_the_budget(log: Dataset, tmp_path: Path) -> None:
+    config, _ = make_config(log, tmp_path / "run", train={"epochs": 4, "batch_size": 256, "search_budget": 1.8})
+    trials = Trials(config, log, World.single())
+    assert trials.train({}, None).result.num_samples == 4 * log.splits["train"].num_rows
+    trial = trials.train({DROPOUT: 0.0}, 1)
+    assert trials.spent == pytest.approx(1.25) == 1.8 - trials.budget_left
+    trials.train_to_end(trial, 0)
+    assert len(trial.result.evaluations) == 3 and not trial.result.is_finished and trials.spent == pytest.approx(1.75)
+    trials.collect_evidence("rows", trial, lambda path: (path.name, log.splits["train"].num_rows))
+    assert trials.evidence_cost == pytest.approx(0.25 / 3)
 
 
 def test_keys_of_the_config_are_not_searched(log: Dataset, tmp_path: Path) -> None:

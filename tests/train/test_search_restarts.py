@@ -1,4 +1,4 @@
-"""Searches that are interrupted, killed, fail on a rank or use more threads, and runs of earlier versions."""
+"""Searches that are interrupted or killed, fail on a rank, or use more threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from searches import SHORT, make_config, read_trials, write_log
 
 from cli.processes import Command
 from distributed.pool import RankPool
@@ -25,35 +24,15 @@ from meseta.spec import MesetaError
 from meseta.train.search.search import search_settings
 from meseta.train.search.trial_runs import TrialRuns
 from meseta.train.trainer import Trainer
-from small_run import environment, final_checksum, metrics, without_times
+from small_run import environment, final_checksum
+from train.searches import SHORT, make_config, read_trials, write_log
 
-NEW_KEYS = ("data.without", "train.search_budget", "train.clip_norm", "report.baseline")
-"""Keys that the config of an earlier version does not have."""
 NUM_KILLS = 4
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_log(tmp_path_factory.mktemp("restarts"))
-
-
-def test_a_run_of_an_earlier_version_resumes_unchanged(log: Dataset, tmp_path: Path) -> None:
-    settings = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 0}}
-    config, _ = make_config(log, tmp_path / "whole", **settings)
-    Trainer(config, World.single()).run()
-    config, _ = make_config(log, tmp_path / "begun", **settings)
-    Trainer(config, World.single()).run_trial(1)
-    path = tmp_path / "begun" / "config.yaml"
-    stored = yaml.safe_load(path.read_text())
-    for section, key in (name.split(".") for name in NEW_KEYS):
-        del stored[section][key]
-    path.write_text(yaml.safe_dump(stored))
-    config, free = make_config(log, tmp_path / "begun", train={"epochs": 2, "batch_size": 256})
-    config = search_settings(config, log, free, World.single())
-    Trainer(config, World.single()).run()
-    assert final_checksum(tmp_path / "begun") == final_checksum(tmp_path / "whole")
-    assert without_times(metrics(tmp_path / "begun")) == without_times(metrics(tmp_path / "whole"))
-    assert not (tmp_path / "begun" / "trials").exists() and not (tmp_path / "begun" / "trials.json").exists()
 
 
 @pytest.mark.soak
