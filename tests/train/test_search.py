@@ -16,7 +16,7 @@ from meseta.config.load import with_values
 from meseta.data import Dataset
 from meseta.train.importance import paired_difference
 from meseta.train.search.candidates import DROPOUT, merge, scaled_rate
-from meseta.train.search.residuals import centered_residuals, pair_statistic
+from meseta.train.search.residuals import centered_residuals, cut, pair_statistic
 from meseta.train.search.search import search_settings
 from meseta.train.search.trials import Trials
 from meseta.train.trainer import Trainer
@@ -134,6 +134,18 @@ def test_pair_statistic_is_standard_normal_without_association() -> None:
     draw = np.random.default_rng(0)
     values = [pair_statistic(draw.integers(0, 300, 900), np.arange(900), draw.normal(0, 1, 900)) for _ in range(400)]
     assert abs(np.mean(values)) < 4 / 20 and 0.85 < np.std(values) < 1.15
+
+
+def test_few_buckets_find_weak_smooth_effects() -> None:
+    draw, rows = np.random.default_rng(0), np.arange(8000)
+    statistics = []
+    for _ in range(20):
+        values = draw.normal(0, 1, rows.size)
+        residuals = draw.normal(0, 1, rows.size) + 0.06 * (np.abs(values) - (2 / math.pi) ** 0.5)
+        statistics.append([pair_statistic(cut(values, number), rows, residuals) for number in (5, 20)])
+    few, many = np.mean(statistics, axis=0)
+    assert few > 3 > many
+    assert cut(np.array([5.0, 1.0, 2.0, 4.0, 3.0, 1.0]), 2).tolist() == [1, 0, 0, 1, 1, 0]
 
 
 def test_residuals_of_a_biased_model_are_not_associated_with_noise() -> None:
