@@ -141,7 +141,7 @@ def test_few_buckets_find_weak_smooth_effects() -> None:
     statistics = []
     for _ in range(20):
         values = draw.normal(0, 1, rows.size)
-        residuals = draw.normal(0, 1, rows.size) + 0.06 * (np.abs(values) - (2 / math.pi) ** 0.5)
+        residuals = draw.normal(0, 1, rows.size) + 0.08 * (np.abs(values) - (2 / math.pi) ** 0.5)
         statistics.append([pair_statistic(cut(values, number), rows, residuals) for number in (5, 20)])
     few, many = np.mean(statistics, axis=0)
     assert few > 3 > many
