@@ -71,6 +71,7 @@ def test_a_begun_run_keeps_its_decisions(searched: tuple[RunConfig, Path], log: 
     assert decided.model_copy(update={"train": config.train}) == config
 
 
+@pytest.mark.soak
 def test_a_run_of_an_earlier_version_resumes_unchanged(log: Dataset, tmp_path: Path) -> None:
     settings = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 0}}
     config, _ = make_config(log, tmp_path / "whole", **settings)
@@ -90,6 +91,7 @@ def test_a_run_of_an_earlier_version_resumes_unchanged(log: Dataset, tmp_path: P
     assert not (tmp_path / "begun" / "trials").exists() and not (tmp_path / "begun" / "trials.json").exists()
 
 
+@pytest.mark.soak
 def test_the_last_trial_pauses_at_the_end_of_the_budget(log: Dataset, tmp_path: Path) -> None:
     config, _ = make_config(log, tmp_path / "run", train={"epochs": 4, "batch_size": 256, "search_budget": 1.8})
     trials = Trials(config, log, World.single())

@@ -52,13 +52,9 @@ def centered_residuals(
 ) -> NDArray[np.float64]:
     """Return the weighted differences [n] between labels and probabilities, minus their mean.
 
-    A model whose probabilities are too high or too low would else be associated with every column.
-
-    Args:
-        labels: Labels [n], 0 or 1.
-        losses: Log losses [n].
-        weights: Weights [n].
+    `labels` are 0 or 1, and `losses` are log losses.
     """
+    # A model whose probabilities are too high or too low would otherwise be associated with every column.
     likelihoods = np.exp(-losses)
     residuals = np.where(labels > 0.5, 1 - likelihoods, likelihoods - 1)
     return (residuals - np.average(residuals, weights=weights)) * weights
@@ -70,8 +66,7 @@ def measure_association(
     """Return `pair_statistic` of the features `names`, which `model` does not use, and the number of training rows that
     were read. Collective.
 
-    Dense features are cut into few and into many buckets with about equal numbers of rows, and the larger statistic
-    counts. Labels must be 0 or 1.
+    Dense features are cut into few and into many buckets, and the larger statistic counts. Labels must be 0 or 1.
     """
     reader = make_reader(config, dataset, "train", world, in_order=True)
     rows = gather_rows(reader, min(MAX_ROWS, reader.num_rows), world)
@@ -97,7 +92,6 @@ _Ids = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def _groupings(rows: Batch, dataset: Dataset, names: Sequence[str]) -> Mapping[str, Sequence[_Ids]]:
-    """Return the ids by which rows are grouped, for features by name."""
     groupings: dict[str, Sequence[_Ids]] = {}
     for place, feature in enumerate(dataset.dense):
         if feature.name in names:

@@ -144,7 +144,6 @@ class _Search:
         return trial
 
     def _compare(self, trial: SearchTrial, other: SearchTrial) -> PairedDifference:
-        """Return the change of the validation log loss from a trial to another one."""
         path = self._trials.runs.path(trial.name)
         comparison = self._trials.collect_evidence(
             f"{trial.name}-{other.name}", other, lambda other: compare_runs(path, other, self._config, self._world)
@@ -152,7 +151,6 @@ class _Search:
         return PairedDifference(**comparison)
 
     def _find_columns(self, first: SearchTrial) -> list[str]:
-        """Return the columns that do not help."""
         cost = _MAX_IMPORTANCE_COST + 2 * self._trials.estimate_cost({WITHOUT: []}, self._rung)
         if WITHOUT not in self._free or not self._trials.can_spend(cost):
             return []

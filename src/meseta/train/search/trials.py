@@ -26,7 +26,7 @@ PREDICTION_COST = 1 / 3
 
 @dataclass
 class SearchTrial:
-    """Trial of a search with its progress."""
+    """Trial of a search."""
 
     name: str
     settings: Settings
@@ -106,7 +106,6 @@ class Trials:
 
     @property
     def _unit(self) -> float:
-        """Operations of the first trial."""
         return max(self.first.result.num_samples * self.first.operations, 1.0)
 
     def cost(self, trial: SearchTrial) -> float:
@@ -157,7 +156,6 @@ class Trials:
         return None if best is None else values[best]
 
     def score(self, trial: SearchTrial, num_samples: int | None = None) -> float:
-        """Return `value` as a number that is larger for better values."""
         return score(self.value(trial, num_samples), self.metric)
 
     def margin(self) -> float:
@@ -172,7 +170,6 @@ class Trials:
         return f"validation {self._metric_name} {value} in {trial.result.num_samples:,} samples{at}"
 
     def entries(self) -> list[TrialEntry]:
-        """Return the trials with the values of all keys that any of them changes."""
         keys = list(dict.fromkeys(key for trial in self._trials for key in trial.settings))
         entries = []
         for trial in self._trials:
