@@ -2,68 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
-from copy import deepcopy
+import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from distributed.pool import RankPool
 from meseta.comm import World
-from meseta.config import RunConfig, validate_document
-from meseta.data import Dataset, PrepareOptions
-from meseta.data.prepare import prepare
+from meseta.config import RunConfig
+from meseta.config.load import with_values
+from meseta.data import Dataset
 from meseta.train.importance import paired_difference
-from meseta.train.interop.default_settings import choose_settings, find_free_keys
-from meseta.train.search.candidates import SEARCHED_KEYS, merge, scaled_rate
-from meseta.train.search.residuals import pair_statistic
+from meseta.train.search.candidates import DROPOUT, merge, scaled_rate
+from meseta.train.search.residuals import centered_residuals, cut, pair_statistic
 from meseta.train.search.search import search_settings
-from meseta.train.search.trial_runs import with_settings
+from meseta.train.search.trials import Trials
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, metrics, without_times
+from train.searches import NOISE, SHORT, make_config, read_trials, write_log
 
-NOISE = ("noise_id", "noise_number", "noise_tags")
-SHORT = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 2.0}}
-"""Settings with which a search takes a second."""
-
-
-def write_log(folder: Path, *, seed: int = 0, rows: int = 3000, valid: float = 0.2) -> Dataset:
-    """Prepare a log with useful and useless columns of all kinds."""
-    draw = np.random.default_rng(seed)
-    item, price, weak = draw.integers(0, 30, rows), draw.normal(0, 1, rows), draw.integers(0, 4, rows)
-    logits = -0.5 + draw.normal(0, 1, 30)[item] - 0.5 * price + np.array([-0.45, -0.15, 0.15, 0.45])[weak]
-    tags = draw.integers(0, 40, (rows, 2))
-    columns = {
-        "label": (draw.random(rows) < 1 / (1 + np.exp(-logits))).astype(np.int64),
-        "item": [f"i{number}" for number in item],
-        "weak": [f"w{number}" for number in weak],
-        "noise_id": [f"n{number}" for number in draw.integers(0, 800, rows)],
-        "noise_tags": pa.array(tags.tolist(), pa.list_(pa.int64())),
-        "price": price,
-        "noise_number": draw.normal(0, 1, rows),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), folder / "log.parquet")
-    sources, sparse = [str(folder / "log.parquet")], ["item", "weak", "noise_id", "noise_tags"]
-    return prepare(PrepareOptions(sources=sources, out=folder / "data", sparse=sparse, valid_fraction=valid))
-
-
-def make_config(dataset: Dataset, run_dir: Path, **sections: Any) -> tuple[RunConfig, list[str]]:
-    """Return a config as `meseta train --data` makes it, and the keys that a search may decide."""
-    document = {"run_dir": str(run_dir), "data": {"dir": str(dataset.dir)}, "num_threads": 1, **deepcopy(sections)}
-    document |= {"report": {"importance": False}}
-    free = find_free_keys(document, SEARCHED_KEYS)
-    choose_settings(document, dataset)
-    return validate_document(document), free
-
-
-def read_trials(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "trials.json").read_text())
+NEW_KEYS = ("data.without", "train.search_budget", "train.clip_norm", "report.baseline")
+"""Keys that the config of an earlier version does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +45,11 @@ def test_noise_is_left_out_and_useful_columns_stay(searched: tuple[RunConfig, Pa
     assert set(config.data.without) == set(NOISE)
     record = read_trials(run_dir)
     assert any("noise_id" in decision for decision in record["decisions"])
-    spent = sum(trial["cost"] for trial in record["trials"])
-    assert record["trials"][0]["cost"] == 1 and 1 < spent <= 2.5
+    spent = float(re.search(r"spent (\S+) of 2.5 trainings, (\S+) for evidence", " ".join(record["decisions"]))[1])
+    assert record["trials"][0]["cost"] == 1 and 1 < sum(trial["cost"] for trial in record["trials"]) < spent <= 2.5
     assert not (run_dir / "trials").exists()
     chosen = record["trials"][record["selected"]]["settings"]
-    stored = with_settings(config, chosen)
+    stored = with_values(config, chosen)
     assert stored == config  # The record has all values of the decisions.
 
 
@@ -110,40 +71,45 @@ def test_a_begun_run_keeps_its_decisions(searched: tuple[RunConfig, Path], log: 
     assert decided.model_copy(update={"train": config.train}) == config
 
 
+@pytest.mark.soak
+def test_a_run_of_an_earlier_version_resumes_unchanged(log: Dataset, tmp_path: Path) -> None:
+    settings = {"train": {"epochs": 2, "batch_size": 256, "search_budget": 0}}
+    config, _ = make_config(log, tmp_path / "whole", **settings)
+    Trainer(config, World.single()).run()
+    config, _ = make_config(log, tmp_path / "begun", **settings)
+    Trainer(config, World.single()).run_trial(1)
+    path = tmp_path / "begun" / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    for section, key in (name.split(".") for name in NEW_KEYS):
+        del stored[section][key]
+    path.write_text(yaml.safe_dump(stored))
+    config, free = make_config(log, tmp_path / "begun", train={"epochs": 2, "batch_size": 256})
+    config = search_settings(config, log, free, World.single())
+    Trainer(config, World.single()).run()
+    assert final_checksum(tmp_path / "begun") == final_checksum(tmp_path / "whole")
+    assert without_times(metrics(tmp_path / "begun")) == without_times(metrics(tmp_path / "whole"))
+    assert not (tmp_path / "begun" / "trials").exists() and not (tmp_path / "begun" / "trials.json").exists()
+
+
+@pytest.mark.soak
+def test_the_last_trial_pauses_at_the_end_of_the_budget(log: Dataset, tmp_path: Path) -> None:
+    config, _ = make_config(log, tmp_path / "run", train={"epochs": 4, "batch_size": 256, "search_budget": 1.8})
+    trials = Trials(config, log, World.single())
+    assert trials.train({}, None).result.num_samples == 4 * log.splits["train"].num_rows
+    trial = trials.train({DROPOUT: 0.0}, 1)
+    assert trials.spent == pytest.approx(1.25) == 1.8 - trials.budget_left
+    trials.train_to_end(trial, 0)
+    assert len(trial.result.evaluations) == 3 and not trial.result.is_finished and trials.spent == pytest.approx(1.75)
+    trials.collect_evidence("rows", trial, lambda path: (path.name, log.splits["train"].num_rows))
+    assert trials.evidence_cost == pytest.approx(0.25 / 3)
+
+
 def test_keys_of_the_config_are_not_searched(log: Dataset, tmp_path: Path) -> None:
     sections = {"model": {"name": "deepfm", "dropout": 0.1}, "embedding": {"optimizer": {"lr": 0.02}}}
     _, free = make_config(log, tmp_path, data={"dir": str(log.dir), "without": ["weak"]}, **sections)
     assert not {"data.without", "model.dropout", "embedding.optimizer.lr"} & set(free)
     _, adam = make_config(log, tmp_path, embedding={"optimizer": {"name": "adam"}})
     assert not any(key.startswith("embedding.optimizer") for key in adam)
-
-
-@pytest.mark.soak
-def test_interrupted_searches_resume(log: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    take, stop_at = Trainer._run_step, math.inf
-
-    def counted(self: Trainer, batch: Any) -> Any:
-        steps.append(self.step)
-        if len(steps) == stop_at:
-            raise KeyboardInterrupt
-        return take(self, batch)
-
-    monkeypatch.setattr(Trainer, "_run_step", counted)
-    config, free = make_config(log, tmp_path / "whole", **SHORT)
-    whole = search_settings(config, log, free, World.single())
-    num_steps, stop_at = len(steps), math.inf
-    config, free = make_config(log, tmp_path / "interrupted", **SHORT)
-    steps.clear()
-    for share in (0.3, 0.8):
-        stop_at = round(share * num_steps)
-        with pytest.raises(KeyboardInterrupt):
-            search_settings(config, log, free, World.single())
-    stop_at = math.inf
-    resumed = search_settings(config, log, free, World.single())
-    assert resumed.model_copy(update={"run_dir": whole.run_dir}) == whole
-    assert read_trials(tmp_path / "whole") == read_trials(tmp_path / "interrupted")
-    assert len(steps) < 1.6 * num_steps
 
 
 def test_few_validation_rows_are_not_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +138,36 @@ def test_pair_statistic_is_standard_normal_without_association() -> None:
     assert abs(np.mean(values)) < 4 / 20 and 0.85 < np.std(values) < 1.15
 
 
+def test_few_buckets_find_weak_smooth_effects() -> None:
+    draw, rows = np.random.default_rng(0), np.arange(8000)
+    statistics = []
+    for _ in range(20):
+        values = draw.normal(0, 1, rows.size)
+        residuals = draw.normal(0, 1, rows.size) + 0.08 * (np.abs(values) - (2 / math.pi) ** 0.5)
+        statistics.append([pair_statistic(cut(values, number), rows, residuals) for number in (5, 20)])
+    few, many = np.mean(statistics, axis=0)
+    assert few > 3 > many
+    assert cut(np.array([5.0, 1.0, 2.0, 4.0, 3.0, 1.0]), 2).tolist() == [1, 0, 0, 1, 1, 0]
+
+
+def test_residuals_of_a_biased_model_are_not_associated_with_noise() -> None:
+    draw = np.random.default_rng(0)
+    labels, logits = (draw.random(20_000) < 0.3).astype(np.float64), np.full(20_000, -0.4)
+    weights = draw.uniform(0.5, 2, labels.size)
+    losses, probabilities = np.logaddexp(0, logits) - labels * logits, 1 / (1 + np.exp(-logits))
+    expected = weights * (labels - probabilities - weights @ (labels - probabilities) / weights.sum())
+    residuals = centered_residuals(labels, losses, weights)
+    assert residuals == pytest.approx(expected, abs=1e-12)
+    statistics = [
+        pair_statistic(draw.integers(0, 7, labels.size), np.arange(labels.size), residuals) for _ in range(20)
+    ]
+    assert (
+        max(statistics) < 4
+        and pair_statistic(draw.integers(0, 7, labels.size), np.arange(labels.size), weights * (labels - probabilities))
+        > 100
+    )
+
+
 def test_paired_difference_is_that_of_scipy() -> None:
     from scipy import stats
 
@@ -184,19 +180,3 @@ def test_paired_difference_is_that_of_scipy() -> None:
 def test_grid_and_merged_changes() -> None:
     assert [scaled_rate(0.05, place) for place in (-2, -1, 0, 2)] == [0.005, 0.0158, 0.05, 0.5]
     assert merge([{"a": 1}, {"a": 2, "b": 3}, {"c": 4}]) == {"a": 1, "c": 4}
-
-
-def search_on_ranks(document: dict[str, Any], dataset_dir: str, free: list[str]) -> dict[str, Any]:
-    config = search_settings(validate_document(document), Dataset.load(dataset_dir), free, World.current())
-    return config.model_dump(mode="json")
-
-
-@pytest.mark.soak
-def test_two_ranks_decide_together(log: Dataset, tmp_path: Path) -> None:
-    config, free = make_config(log, tmp_path / "run", **SHORT)
-    pool = RankPool(2)
-    try:
-        one, two = pool.run(search_on_ranks, config.model_dump(mode="json"), str(log.dir), free)
-    finally:
-        pool.close()
-    assert one == two and len(read_trials(tmp_path / "run")["trials"]) > 1

@@ -20,7 +20,7 @@ from meseta.train.sweep import (
     Choices,
     Range,
     Sweep,
-    Trial,
+    SweepTrial,
     TrialResult,
     TrialTable,
     grid_settings,
@@ -137,7 +137,7 @@ def test_a_wrong_trial_is_named_before_files_are_written(config: Path, tmp_path:
 
 def result(number: int, **test: Any) -> TrialResult:
     summary = RunSummary(test=EvalLine(**test), num_steps=4) if test else None
-    return TrialResult(Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
+    return TrialResult(SweepTrial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
 
 
 @pytest.mark.parametrize(("metric", "best"), [("ne", [1, 3]), ("auc", [1, 2])])

@@ -17,7 +17,7 @@ from meseta.errors import MesetaError
 from meseta.telemetry.detail import CurrentDetail, Detail
 
 if TYPE_CHECKING:
-    from meseta.train.sweep import Sweep, Trial, TrialResult, TrialTable
+    from meseta.train.sweep import Sweep, SweepTrial, TrialResult, TrialTable
 
 
 class SweepMetric(enum.StrEnum):
@@ -94,7 +94,7 @@ def sweep(
     print(f"report: {page}")
 
 
-def _finish_trial(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, table: TrialTable) -> TrialResult:
+def _finish_trial(plan: Sweep, trial: SweepTrial, nproc: int, signals: StopSignals, table: TrialTable) -> TrialResult:
     """Run a trial if it is not finished, and print its result as a row of `table`."""
     from meseta.train.sweep import TrialResult
 
@@ -135,7 +135,7 @@ def _evaluate_best(plan: Sweep, result: TrialResult, nproc: int, signals: StopSi
     return TrialResult(result.trial, summary)
 
 
-def _train_command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
+def _train_command(plan: Sweep, trial: SweepTrial, nproc: int) -> list[str]:
     more = ["--verbose"] if CurrentDetail.level == Detail.VERBOSE else []
     return ["train", str(plan.config), *trial.overrides, *more, "--nproc", str(nproc)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -96,6 +97,15 @@ def get_value(document: Any, key: str) -> Any:
     for name in key.split("."):
         document = document.get(name) if isinstance(document, dict) else None
     return document
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return a config with other values of keys such as 'model.dropout'. Raises MesetaError if one is invalid."""
+    document = config.model_dump(mode="json")
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        _get_or_make_section(document, parents)[last] = copy.deepcopy(value)
+    return validate_document(document)
 
 
 def validate_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:

@@ -33,7 +33,7 @@ from meseta.train.sampled_rows import (
 
 MAX_ROWS, MIN_ROWS = 100_000, 1_000
 """Limits of the number of rows. There are fewer than `MIN_ROWS` only if the split has fewer."""
-MAX_SCORED_ROWS = 175_000
+MAX_PREDICTIONS = 175_000
 """Number of predictions that determines the number of rows, unless that is less than `MIN_ROWS`."""
 MAX_PERMUTATIONS = 4
 # 97.5th percentile of the standard normal distribution.
@@ -48,6 +48,7 @@ def measure_importance(
     seed: int,
     logit_shift: float = 0.0,
     training_reader: BatchReader | None = None,
+    max_predictions: int = MAX_PREDICTIONS,
 ) -> ImportanceSummary | None:
     """Measure the permutation importance of all features for the first label. Collective.
 
@@ -63,6 +64,7 @@ def measure_importance(
         seed: Seed of the permutations, and of the order in which logistic regression reads its rows.
         logit_shift: Value added to the logits, see `meseta.train.evaluate.logit_shift`.
         training_reader: Reader of the rows for logistic regression, whose position changes. `None` fits none.
+        max_predictions: Limit of the number of predictions, unless there are fewer than `MIN_ROWS` for each feature.
 
     Returns:
         Importances, or `None` if no row has a weight, or there are no features.
@@ -71,7 +73,7 @@ def measure_importance(
     columns: list[tuple[str, FeatureKind, int]]
     columns = [(feature.name, "dense", place) for place, feature in enumerate(dataset.dense)]
     columns += [(feature.name, "sparse", place) for place, feature in enumerate(dataset.sparse)]
-    num_rows = min(max(min(MAX_ROWS, MAX_SCORED_ROWS // max(len(columns), 1)), MIN_ROWS), reader.num_rows)
+    num_rows = min(max(min(MAX_ROWS, max_predictions // max(len(columns), 1)), MIN_ROWS), reader.num_rows)
     if not columns or not num_rows:
         return None
     with track_activity("measuring the importance of features"):
@@ -79,7 +81,7 @@ def measure_importance(
         weights = first_label_weights(rows)
         if not weights.sum() > 0:
             return None
-        num_permutations = min(max(MAX_SCORED_ROWS // (len(columns) * num_rows), 1), MAX_PERMUTATIONS)
+        num_permutations = min(max(max_predictions // (len(columns) * num_rows), 1), MAX_PERMUTATIONS)
         scorer = RowScorer(model, rows, reader.options.batch_size, world, logit_shift)
         for place, (_, kind, column) in enumerate(columns):
             for repeat in range(num_permutations):

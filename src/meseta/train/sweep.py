@@ -146,7 +146,7 @@ def random_settings(space: SearchSpace, num_trials: int, seed: int) -> list[dict
 
 
 @dataclass(frozen=True)
-class Trial:
+class SweepTrial:
     """One run of a sweep."""
 
     number: int
@@ -178,9 +178,9 @@ class Sweep:
     out: Path
     config: Path
     """Config file with the settings that all trials share, in `out`."""
-    trials: tuple[Trial, ...]
+    trials: tuple[SweepTrial, ...]
 
-    def log(self, trial: Trial) -> Path:
+    def log(self, trial: SweepTrial) -> Path:
         """Return the file with the output of a trial."""
         return self.out / f"{trial.run_dir.name}.log"
 
@@ -197,7 +197,7 @@ def open_sweep(
     document = read_config_document(config, fixed)
     document.pop("run_dir", None)
     common = out / "config.yaml"
-    trials = tuple(Trial(n, all_settings, out / f"trial-{n:03d}") for n, all_settings in enumerate(settings))
+    trials = tuple(SweepTrial(n, all_settings, out / f"trial-{n:03d}") for n, all_settings in enumerate(settings))
     custom_code: dict[str, str] = {}
     for trial in trials:
         try:
@@ -250,7 +250,7 @@ def find_custom_code(config: RunConfig) -> dict[str, str]:
     return {path: what for path, what in settings.items() if ":" in path}
 
 
-def _check_same_data(trial: Trial, config: RunConfig) -> None:
+def _check_same_data(trial: SweepTrial, config: RunConfig) -> None:
     if trial.summary() is None:
         return
     try:
@@ -303,7 +303,7 @@ def metric_column(metric: str, split: str | None = None) -> TrialColumn:
 class TrialResult:
     """Trial with its outcome."""
 
-    trial: Trial
+    trial: SweepTrial
     summary: RunSummary | None
     """Summary of the run, or `None` if it is not finished."""
     problem: str = ""

@@ -9,6 +9,9 @@ from meseta.telemetry.metrics import HIGHER_IS_BETTER, METRICS
 from meseta.telemetry.metrics_file import EvalLine
 from meseta.telemetry.summary import TrialEntry
 
+# Part of the standard error of a metric by which a trial must be better. The trials share rows, so that most of the
+# error is common to them.
+_MARGIN = 0.1
 # Metrics whose trade-off is shown. NE is log loss in other units.
 _COMPARED = ("auc", "logloss")
 
@@ -23,13 +26,16 @@ def trial_entry(settings: dict[str, object], evaluation: EvalLine, metric: str, 
     )
 
 
+def score(value: float | None, metric: str) -> float:
+    """Return a number that is larger for better values of a metric, and the smallest one for undefined values."""
+    if value is None or not math.isfinite(value):
+        return -math.inf
+    return value if metric in HIGHER_IS_BETTER else -value
+
+
 def is_better(value: float | None, than: float | None, metric: str) -> bool:
     """Whether a value is defined, and better than another one, which may be undefined."""
-    if value is None or not math.isfinite(value):
-        return False
-    if than is None or not math.isfinite(than):
-        return True
-    return value > than if metric in HIGHER_IS_BETTER else value < than
+    return score(value, metric) > score(than, metric)
 
 
 def select_best(values: Sequence[float | None], metric: str) -> int | None:
@@ -39,6 +45,17 @@ def select_best(values: Sequence[float | None], metric: str) -> int | None:
         if is_better(value, None if best is None else values[best], metric):
             best = index
     return best
+
+
+def noise_margin(line: EvalLine, value: float | None, metric: str) -> float:
+    """Return the gain below which a trial counts as equal to one with `value` on the rows of `line`."""
+    num_rows, num_positives = line.num_samples or 1, line.num_positives or 0
+    if value is None:
+        return 0.0
+    if metric in HIGHER_IS_BETTER:
+        rarer = max(min(num_positives, num_rows - num_positives), 1)
+        return _MARGIN * math.sqrt(max(value * (1 - value), 0.0) / rarer)
+    return _MARGIN * value / math.sqrt(num_rows)
 
 
 def describe_trade_off(trials: Sequence[TrialEntry], selected: int | None, metric: str) -> str:

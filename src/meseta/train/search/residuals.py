@@ -24,7 +24,8 @@ from meseta.train.setup.build import make_reader
 
 MAX_ROWS = 300_000
 """Number of training rows that are tested at most."""
-_NUM_BUCKETS = 20
+# Few buckets find weak effects that are smooth, and many find those of narrow ranges.
+_NUM_BUCKETS = (5, 20)
 
 
 def pair_statistic(ids: NDArray[np.int64], rows: NDArray[np.int64], residuals: NDArray[np.float64]) -> float:
@@ -46,20 +47,37 @@ def pair_statistic(ids: NDArray[np.int64], rows: NDArray[np.int64], residuals: N
     return float(pairs.sum()) / variance**0.5 if variance > 0 else 0.0
 
 
+def centered_residuals(
+    labels: NDArray[np.float64], losses: NDArray[np.float64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the weighted differences [n] between labels and probabilities, minus their mean.
+
+    `labels` are 0 or 1, and `losses` are log losses.
+    """
+    # A model whose probabilities are too high or too low would otherwise be associated with every column.
+    likelihoods = np.exp(-losses)
+    residuals = np.where(labels > 0.5, 1 - likelihoods, likelihoods - 1)
+    return (residuals - np.average(residuals, weights=weights)) * weights
+
+
 def measure_association(
     model: Model, config: RunConfig, dataset: Dataset, names: Sequence[str], world: World
-) -> dict[str, float]:
-    """Return `pair_statistic` of the features `names`, which `model` does not use, on training rows. Collective.
+) -> tuple[dict[str, float], int]:
+    """Return `pair_statistic` of the features `names`, which `model` does not use, and the number of training rows that
+    were read. Collective.
 
-    Dense features are cut into buckets with about equal numbers of rows. Labels must be 0 or 1.
+    Dense features are cut into few and into many buckets, and the larger statistic counts. Labels must be 0 or 1.
     """
     reader = make_reader(config, dataset, "train", world, in_order=True)
     rows = gather_rows(reader, min(MAX_ROWS, reader.num_rows), world)
     labels = first_column(rows.label).double().numpy()
     scorer = RowScorer(model, _without(rows, dataset, names), reader.options.batch_size, world, 0.0)
-    likelihoods = np.exp(-scorer.gather_losses()[0])
-    residuals = np.where(labels > 0.5, 1 - likelihoods, likelihoods - 1) * first_label_weights(rows)
-    return {name: pair_statistic(*column, residuals) for name, column in _columns(rows, dataset, names).items()}
+    residuals = centered_residuals(labels, scorer.gather_losses()[0], first_label_weights(rows))
+    statistics = {
+        name: max(pair_statistic(*ids, residuals) for ids in groupings)
+        for name, groupings in _groupings(rows, dataset, names).items()
+    }
+    return statistics, labels.size
 
 
 def _without(rows: Batch, dataset: Dataset, names: Sequence[str]) -> Batch:
@@ -69,19 +87,25 @@ def _without(rows: Batch, dataset: Dataset, names: Sequence[str]) -> Batch:
     return replace(rows, dense=rows.dense[:, dense].contiguous(), sparse=sparse)
 
 
-def _columns(
-    rows: Batch, dataset: Dataset, names: Sequence[str]
-) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Return (ids [m], rows [m]) of features by name."""
-    columns = {}
+_Ids = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Ids [m], and the row [m] of each."""
+
+
+def _groupings(rows: Batch, dataset: Dataset, names: Sequence[str]) -> Mapping[str, Sequence[_Ids]]:
+    groupings: dict[str, Sequence[_Ids]] = {}
     for place, feature in enumerate(dataset.dense):
         if feature.name in names:
             values = rows.dense[:, place].double().numpy()
-            edges = np.unique(np.quantile(values, np.arange(1, _NUM_BUCKETS) / _NUM_BUCKETS))
-            columns[feature.name] = np.searchsorted(edges, values, "left").astype(np.int64), np.arange(values.size)
+            groupings[feature.name] = [(cut(values, number), np.arange(values.size)) for number in _NUM_BUCKETS]
     for key in rows.sparse.keys:
         if key in names:
             bags = rows.sparse[key]
             places = torch.arange(rows.batch_size).repeat_interleave(bags.lengths)
-            columns[key] = bags.values.numpy(), places.numpy()
-    return columns
+            groupings[key] = [(bags.values.numpy(), places.numpy())]
+    return groupings
+
+
+def cut(values: NDArray[np.float64], num_buckets: int) -> NDArray[np.int64]:
+    """Return the buckets [n] of values [n], which have about equal numbers of values."""
+    edges = np.unique(np.quantile(values, np.arange(1, num_buckets) / num_buckets))
+    return np.searchsorted(edges, values, "left").astype(np.int64)

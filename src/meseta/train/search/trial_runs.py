@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from meseta.comm import World
-from meseta.config import RunConfig, validate_document
+from meseta.config import RunConfig
+from meseta.config.load import with_values
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.system.files import move, parse_json, path_exists, read_if_exists
@@ -18,18 +18,6 @@ from meseta.train.run_dir import TRIALS_FOLDER, RunDir
 from meseta.train.trainer import Trainer
 
 _RESULTS_FOLDER = "results"
-
-
-def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return a config with other values of keys such as 'model.dropout'. Raises MesetaError if one is invalid."""
-    document = config.model_dump(mode="json")
-    for key, value in settings.items():
-        *parents, last = key.split(".")
-        section = document
-        for name in parents:
-            section = section[name]
-        section[last] = copy.deepcopy(value)
-    return validate_document(document)
 
 
 class TrialRuns:
@@ -48,22 +36,25 @@ class TrialRuns:
     ) -> TrialProgress:
         """Start or continue a trial until `num_evaluations` validations, or to its end if it is `None`.
 
-        On one rank, a trial that `may_fail` returns the problem of an error in place of raising it.
+        A trial that `may_fail` returns the problem of an error in place of raising it, on all ranks.
         """
         results = RunDir(self._folder / _RESULTS_FOLDER)
         file = f"{name}-{'end' if num_evaluations is None else num_evaluations}.json"
         if (stored := self._world.broadcast_from_rank_0(lambda: _load_result(results.path / file))) is not None:
             return stored
+        result, problem = TrialProgress(), None
         try:
-            result = Trainer(self._trial_config(name, settings), self._world, with_test=False).run_trial(
-                num_evaluations
-            )
+            trainer = Trainer(self._trial_config(name, settings), self._world, with_test=False)
+            result = trainer.run_trial(num_evaluations)
+        except MesetaError as error:
+            if not may_fail:
+                raise
+            problem = error
+        try:
+            self._world.raise_on_all_ranks(problem)
         except StorageError:
             raise
         except MesetaError as error:
-            # Ranks that fail alone would diverge from the others.
-            if not may_fail or self._world.size > 1:
-                raise
             result = TrialProgress(is_finished=True, problem=str(error))
 
         def store() -> None:
@@ -74,7 +65,7 @@ class TrialRuns:
         return result
 
     def _trial_config(self, name: str, settings: Mapping[str, Any]) -> RunConfig:
-        config = with_settings(self._config, {**settings, "run_dir": str(self.path(name)), "train.loggers": ()})
+        config = with_values(self._config, {**settings, "run_dir": str(self.path(name)), "train.loggers": ()})
         # Without settings it is the first trial, which needs the memory of the run.
         return config if not settings else config.model_copy(update={"check_memory": False})
 
