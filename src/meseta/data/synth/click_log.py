@@ -120,8 +120,9 @@ class ClickLog:
     def chunk(self, index: int, days: NDArray[np.int64] | int = 0) -> LogRows:
         """Return rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1, which belong to `days` [CHUNK_ROWS]."""
         dense, ranks, uniform = self._inputs(index)
-        ids = replace_ids(ranks, self.churn * days, feature_keys(self.seed, NUM_SPARSE), self.cardinalities)
-        bins = self.teacher.bins(dense, ids, self.drift * days)
+        num_days: NDArray[np.float64] = np.asarray(days, np.float64)
+        ids = replace_ids(ranks, self.churn * num_days, feature_keys(self.seed, NUM_SPARSE), self.cardinalities)
+        bins = self.teacher.bins(dense, ids, self.drift * num_days)
         return LogRows((uniform < PROBABILITIES[bins]).astype(np.int8), dense, ids, bins)
 
     def rows(self, begin: int, end: int) -> Iterator[LogRows]:
