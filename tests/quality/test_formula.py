@@ -37,7 +37,7 @@ def world_inputs(
     dense = (logs - teacher._dense_mean[:, None]) * teacher._dense_scale[:, None]
     rows = np.zeros((ids.shape[1], 26, model.width), np.float32)
     for f, column in enumerate(ids):
-        effects = (teacher._effects(f, column) - teacher._offsets[f][:, None]) * teacher._scales[f][:, None]
+        effects = teacher._effects(f, column)
         rows[:, f, 0] = of_main * effects[0] / model.main_scale
         rows[:, f, 1:] = effects[1:].T / model.latent_scale
     with torch.no_grad():

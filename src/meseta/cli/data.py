@@ -27,10 +27,13 @@ app.command()(prepare)
 def synth(
     out: Annotated[Path, typer.Option(help="Folder to create.")],
     rows: Annotated[str, typer.Option(help="Total number of rows. Underscores are ignored.")] = "1_000_000",
-    files: Annotated[int, typer.Option(help="Number of files: day_0.tsv, day_1.tsv, ...")] = 1,
-    seed: Annotated[
-        int, typer.Option(help="Random seed. The log depends only on seed, scale, world and strength.")
-    ] = 0,
+    files: Annotated[
+        int | None, typer.Option(help="Number of files: day_0.tsv, day_1.tsv, ...", show_default="1")
+    ] = None,
+    days: Annotated[int | None, typer.Option(help="Number of days, in place of --files: one file per day.")] = None,
+    churn: Annotated[float, typer.Option(help="Share of ids that new ids replace each day, from 0 to 1.")] = 0.0,
+    drift: Annotated[float, typer.Option(help="Angle in radians by which effects of ids rotate each day.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed. The log depends only on the seed and the other options.")] = 0,
     scale: Annotated[float, typer.Option(help="Factor on the 26 cardinalities of Criteo, at most 1.")] = 0.01,
     world: Annotated[
         str, typer.Option(help="Click model: pairs, or orders (with products of three and four categories).")
@@ -51,8 +54,8 @@ def synth(
     options = SynthOptions(
         out=out,
         num_rows=_parse_rows(rows),
-        num_files=files,
-        log=ClickLog(seed, scale, world, strength),
+        num_files=_num_files(files, days, changes=churn != 0 or drift != 0),
+        log=ClickLog(seed, scale, world, strength, churn, drift),
         gzip=gzip,
         probabilities=probabilities,
         force=force,
@@ -171,6 +174,16 @@ def _parse_rows(text: str) -> int:
         return int(text)
     except ValueError:
         raise MesetaError(f"data synth: --rows {text!r} must be a whole number, such as 1_000_000") from None
+
+
+def _num_files(files: int | None, days: int | None, *, changes: bool) -> int:
+    from meseta.errors import MesetaError
+
+    if files is not None and days is not None:
+        raise MesetaError(f"data synth: --days {days} and --files {files} exclude each other; each day is one file")
+    if changes and days is None:
+        raise MesetaError("data synth: --churn and --drift change the log from day to day, so they require --days")
+    return next((number for number in (days, files) if number is not None), 1)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Synthetic click log in the format of Criteo's: TSV with a label, 13 integers and 26 hexadecimal categories.
 
-Row i depends only on (seed, scale, world, strength, i). Rows are drawn in fixed chunks, each from its own counter-based
-random stream.
+Row i depends only on the fields of `ClickLog`, i and its day. Rows are drawn in fixed chunks, each from its own
+counter-based random stream.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,6 +35,7 @@ from meseta.data.synth.columns import (
     split_draw,
     to_ids,
 )
+from meseta.data.synth.effects import feature_keys, replace_ids
 from meseta.data.synth.teacher import CLICK_RATE, PROBABILITIES, Tally, Teacher
 from meseta.data.synth.worlds import SynthWorld, find_world
 from meseta.spec import MesetaError
@@ -41,6 +43,8 @@ from meseta.system.files import move, sync
 
 # Chunk index for the calibration of the teacher. No log is long enough to contain it.
 _CALIBRATION_CHUNK = 2**64 - 1
+# `category_codes` has this many codes per feature.
+_MAX_IDS = 2**32
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class LogRows:
     dense: NDArray[np.int32]
     """Counts [13, n], or `MISSING_COUNT` for missing values."""
     ids: NDArray[np.int64]
-    """Popularity ranks [26, n], from 0 for the most frequent value. -1 means missing."""
+    """Ids [26, n]: popularity ranks, from 0 for the most frequent value. -1 means missing. Each id that replaces
+    another at a rank adds the cardinality of its feature."""
     bins: NDArray[np.int32]
     """Bins of the true logits [n]."""
 
@@ -79,6 +84,10 @@ class ClickLog:
     """Name of the world in `WORLDS`, which determines how clicks depend on features."""
     strength: float = 1.0
     """Factor for the planted part of the logit, in 0..1. With 0, worlds differ only in the distribution of columns."""
+    churn: float = 0.0
+    """Share of the ids of each feature that new ids replace each day, in 0..1."""
+    drift: float = 0.0
+    """Angle in radians by which the effects of ids rotate each day."""
 
     def __post_init__(self) -> None:
         find_world(self.world)
@@ -88,6 +97,10 @@ class ClickLog:
             raise MesetaError(f"data synth: scale must be above 0 and at most 1, got {self.scale}; try 0.01")
         if not 0 <= self.strength <= 1:
             raise MesetaError(f"data synth: strength must be in 0..1, got {self.strength}; 1 keeps all planted effects")
+        if not 0 <= self.churn <= 1:
+            raise MesetaError(f"data synth: churn must be in 0..1, got {self.churn}; 0.05 replaces 5 % of ids each day")
+        if not math.isfinite(self.drift):
+            raise MesetaError(f"data synth: drift must be a finite angle in radians, got {self.drift}; try 0.1")
 
     @cached_property
     def synth_world(self) -> SynthWorld:
@@ -95,29 +108,31 @@ class ClickLog:
 
     @cached_property
     def cardinalities(self) -> tuple[int, ...]:
-        """Number of ids per sparse feature: scaled, but at least 3, or fewer if the feature has fewer."""
+        """Number of ids per sparse feature and day: scaled, but at least 3, or fewer if the feature has fewer."""
         return tuple(max(min(3, n), round(n * self.scale)) for n in CARDINALITIES)
 
     @cached_property
     def teacher(self) -> Teacher:
         """Teacher, calibrated on rows that are never part of a log."""
         dense, ids, _ = self._inputs(_CALIBRATION_CHUNK)
-        return Teacher(self.seed, self.synth_world, self.strength, self.cardinalities, dense, ids)
+        return Teacher(self.seed, self.synth_world, self.strength, self.cardinalities, dense, ids, self.drift != 0)
 
-    def chunk(self, index: int) -> LogRows:
-        """Return rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
-        dense, ids, uniform = self._inputs(index)
-        bins = self.teacher.bins(dense, ids)
+    def chunk(self, index: int, days: NDArray[np.int64] | int = 0) -> LogRows:
+        """Return rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1, which belong to `days` [CHUNK_ROWS]."""
+        dense, ranks, uniform = self._inputs(index)
+        num_days: NDArray[np.float64] = np.asarray(days, np.float64)
+        ids = replace_ids(ranks, self.churn * num_days, feature_keys(self.seed, NUM_SPARSE), self.cardinalities)
+        bins = self.teacher.bins(dense, ids, self.drift * num_days)
         return LogRows((uniform < PROBABILITIES[bins]).astype(np.int8), dense, ids, bins)
 
     def rows(self, begin: int, end: int) -> Iterator[LogRows]:
-        """Yield rows begin to end - 1 in parts that do not cross chunk boundaries."""
+        """Yield rows begin to end - 1 of day 0 in parts that do not cross chunk boundaries."""
         for index in range(begin // CHUNK_ROWS, -(-end // CHUNK_ROWS)):
             first = index * CHUNK_ROWS
             yield self.chunk(index)[max(begin - first, 0) : min(end - first, CHUNK_ROWS)]
 
     def _inputs(self, chunk: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
-        """Return (dense [13, n], ids [26, n], uniform random numbers [n])."""
+        """Return (dense [13, n], popularity ranks [26, n], uniform random numbers [n])."""
         # The random stream belongs to this chunk only, so that chunks can be computed in any order.
         stream = np.random.Philox(key=np.array([self.seed, chunk], np.uint64))
         dense = draw_counts(stream)
@@ -128,7 +143,7 @@ class ClickLog:
 
 
 def category_codes(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return the 32-bit code of each rank, distinct within a feature."""
+    """Return the 32-bit code of each id, distinct within a feature."""
     # The finalizer of MurmurHash3, a bijection.
     x = ids.astype(np.uint32) ^ np.uint32(0x9E3779B9 * (feature + 1) & 0xFFFFFFFF)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
@@ -173,7 +188,7 @@ class SynthOptions:
     """Directory for day_0.tsv, day_1.tsv, ... and teacher.json."""
     num_rows: int
     num_files: int = 1
-    """Number of files. Their numbers of rows differ by at most one."""
+    """Number of files, one per day. Their numbers of rows differ by at most one."""
     log: ClickLog = ClickLog()
     gzip: bool = False
     """Whether to compress the files to day_0.tsv.gz and so on."""
@@ -189,6 +204,12 @@ class SynthOptions:
                 f"data synth: each file must have at least one row, but rows is {self.num_rows} and files is "
                 f"{self.num_files}; "
                 "specify at least one file, and at least as many rows as files"
+            )
+        num_ids = max(self.log.cardinalities) * (1 + math.ceil(self.log.churn * (self.num_files - 1)))
+        if num_ids > _MAX_IDS:
+            raise MesetaError(
+                f"data synth: each feature must have at most {_MAX_IDS:,} ids over all days, but one has {num_ids:,} "
+                f"in {self.num_files:,} days; choose fewer days, or a smaller churn or scale"
             )
 
 
@@ -220,6 +241,8 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
                 "strength": log.strength,
                 "seed": log.seed,
                 "scale": log.scale,
+                "churn": log.churn,
+                "drift": log.drift,
                 "cardinalities": list(log.cardinalities),
                 "planted": [
                     {"features": [f"cat_{feature}" for feature in product.features], "sign": product.sign}
@@ -280,7 +303,8 @@ def _split_into_files(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
     file = 0
     for index in range(-(-options.num_rows // CHUNK_ROWS)):
         first = index * CHUNK_ROWS
-        chunk = options.log.chunk(index)
+        days = np.searchsorted(bounds, np.arange(first, first + CHUNK_ROWS), side="right") - 1
+        chunk = options.log.chunk(index, days)
         while file < options.num_files and bounds[file] < first + CHUNK_ROWS:
             yield file, chunk[max(bounds[file] - first, 0) : bounds[file + 1] - first]
             if bounds[file + 1] > first + CHUNK_ROWS:
