@@ -129,16 +129,15 @@ class Cells:
 
     def measure_sweep(self) -> None:
         for number in range(NUM_SETTINGS):
-            self._measure(f"sweep-{number}", lambda n=number: self._tuned.run(*draw_settings(n), n))  # type: ignore[misc]
+            run = lambda n=number: self._tuned.run(*draw_settings(n), has_buckets=n % 2 == 1)  # noqa: E731
+            self._measure(f"sweep-{number}", run)
 
     @cached_property
     def _tuned(self) -> Tuned:
         log = self.log
         options = {"ignore": log.texts, "time": [log.times.name], "valid_by_time": True}
         numbers = [column.name for column in log.numbers]
-        return Tuned(
-            self.written, self.folder, self.seed, sparse=log.sparse, dense=numbers, options=options, may_cut=True
-        )
+        return Tuned(self.written, self.folder, self.seed, sparse=log.sparse, dense=numbers, options=options)
 
     def _measure(self, name: str, make: Callable[[], Result]) -> Result:
         return self.store.get_and_print(f"{self.log.name}/{self.seed}/{name}", make)

@@ -51,7 +51,7 @@ def draw_settings(number: int) -> tuple[Settings, int | None]:
 class Tuned:
     """Runs on a log whose `sparse` columns are categories, and `dense` columns numbers.
 
-    `options` are further options of the preparation. With `may_cut`, every other run uses buckets of numbers too.
+    `options` are further options of the preparation.
     """
 
     def __init__(
@@ -63,15 +63,13 @@ class Tuned:
         sparse: Sequence[str],
         dense: Sequence[str] = ("*",),
         options: Mapping[str, Any] | None = None,
-        may_cut: bool = False,
     ) -> None:
-        self._written, self._folder, self._seed, self._may_cut = written, folder, seed, may_cut
+        self._written, self._folder, self._seed = written, folder, seed
         self._columns = {"sparse": sparse, "dense": dense, **(options or {})}
 
-    def run(self, chosen: Settings, min_count: int | None, number: int = 0) -> dict[str, Any]:
+    def run(self, chosen: Settings, min_count: int | None, *, has_buckets: bool = False) -> dict[str, Any]:
         start_s = time.perf_counter()
-        is_cut = self._may_cut and number % 2 == 1
-        data, run_dir = self._prepared(min_count, is_cut=is_cut), self._folder / "tuned"
+        data, run_dir = self._prepared(min_count, has_buckets=has_buckets), self._folder / "tuned"
         shutil.rmtree(run_dir, ignore_errors=True)
         num_rows = data.splits["train"].num_rows
         document = read_config_document(None, [f"{key}={json.dumps(value)}" for key, value in chosen.items()])
@@ -91,8 +89,8 @@ class Tuned:
         metrics = {split: summary[split]["auc"] for split in ("valid", "test")}
         return {**metrics, "seconds": time.perf_counter() - start_s}
 
-    def _prepared(self, min_count: int | None, *, is_cut: bool) -> Dataset:
-        out = self._folder / f"data-{min_count or 'hash'}{'-buckets' if is_cut else ''}"
+    def _prepared(self, min_count: int | None, *, has_buckets: bool) -> Dataset:
+        out = self._folder / f"data-{min_count or 'hash'}{'-buckets' if has_buckets else ''}"
         if out.exists():
             return Dataset.load(out)
         return prepare(
@@ -103,7 +101,7 @@ class Tuned:
                 out=out,
                 vocabulary=min_count is not None,
                 min_count=min_count or 1,
-                default_buckets=is_cut,
+                default_buckets=has_buckets,
                 **self._columns,
             )
         )

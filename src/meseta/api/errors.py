@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from meseta.data.schema.roles import COLUMN_OPTIONS
 from meseta.spec import MesetaError
 
 ARGUMENTS = {
-    **{name: name for name in ("data", "label", "time", "dense", "sparse", "ignore", "schema", "nproc", "best")},
+    **{name: name for name in ("data", "schema", "nproc", "best")},
+    **{name.replace("_", "-"): name for name in COLUMN_OPTIONS},
     **{f"{split}-{rule}": split for split in ("valid", "test") for rule in ("fraction", "after", "files")},
-    **{
-        name: name.replace("-", "_")
-        for name in ("multi-valued", "time-features", "split-by", "bad-rows", "allow-unseen")
-    },
+    **{name: name.replace("-", "_") for name in ("split-by", "bad-rows", "allow-unseen")},
 }
 """Argument of a function by the name of the command-line option."""
 FLAGS = {"best", "allow-unseen"}
