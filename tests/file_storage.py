@@ -92,6 +92,10 @@ class FileStorage(TableStorage):
         self.marks.add_range(first, first + len(next(iter(values.values()))))
         self._put(first, values)
 
+    def scatter(self, rows: Tensor, values: Mapping[str, NDArray[Any]]) -> None:
+        for place, row in enumerate(rows.tolist()):
+            self.write(row, {name: value[place : place + 1] for name, value in values.items()})
+
     def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
         values = self.read(0, self.shard.num_rows)
         return TableShard(self.spec, self.shard, values.pop(ROW).cpu(), values, self.optimizer, self.seed)

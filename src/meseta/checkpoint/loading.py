@@ -18,6 +18,7 @@ from meseta.checkpoint.files.block import FileEntry, Values, group_files_by_bloc
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import entry_step, is_block_path
 from meseta.checkpoint.manifest import MANIFEST_PATH, PREFETCHED, full_step, read_manifest
+from meseta.checkpoint.row_map import RowMap
 from meseta.checkpoint.store.store import latest_complete
 from meseta.comm import World
 from meseta.ops.row_marks import Consumer
@@ -30,11 +31,22 @@ from meseta.system.kernel import trim_heap
 from meseta.system.remote import Location, location_is_folder, to_location
 from meseta.system.waits import track_activity
 
-FillJob = tuple[BlockSchema, list[FileEntry], bool, list[TableStorage]]
-"""Tuple (schema, files of a block from oldest to newest, whether all its rows changed since the last full checkpoint,
-shards to fill)."""
 ChangedRowsByShard = list[tuple[TableStorage, Tensor]]
 """Pairs of a shard and the ascending rows of one block changed since the last full checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FillJob:
+    """One block, and the shards to fill from it."""
+
+    schema: BlockSchema
+    files: list[FileEntry]
+    """Files of the block, from oldest to newest."""
+    is_new: bool
+    """Whether all its rows changed since the last full checkpoint."""
+    pieces: list[tuple[TableStorage, RowMap]]
+    """Shards, with the maps from rows of the block."""
+    with_states: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +64,32 @@ class LoadedCheckpoint:
     """Complete manifest, including the plan of the saving run and the checksum of the model."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableSource:
+    """What a table takes over from a checkpoint. Other rows and optimizer states remain unchanged."""
+
+    rows: RowMap
+    """Map from rows of the checkpoint to rows of the table."""
+    states: bool = True
+    """Whether optimizer states are taken over with the rows."""
+
+
 def load(
-    path: Location | str, *, world: World, shards: Sequence[TableStorage], mark_changes_since_full: bool = False
+    path: Location | str,
+    *,
+    world: World,
+    shards: Sequence[TableStorage],
+    mark_changes_since_full: bool = False,
+    sources: Mapping[str, TableSource] | None = None,
 ) -> LoadedCheckpoint:
     """Fill `shards`, this rank's shards under any plan, in place. Collective.
 
     Each rank reads and verifies the blocks that overlap its rows. The shards of all ranks must cover exactly the tables
     of the checkpoint. Row optimizers must have the same names as in the checkpoint, but may have other constants, such
     as the learning rate.
+
+    With `sources`, only its tables are filled, and may have other rows. They must be in the checkpoint. A table whose
+    states are not taken over may have another optimizer.
 
     Change marks of the consumer 'checkpoints' are cleared. With `mark_changes_since_full`, rows that changed between
     the last full checkpoint and this one are marked.
@@ -70,14 +100,25 @@ def load(
     """
     path = to_location(path)
     with track_activity(f"loading {path.name}"):
-        return _load(path, world, shards, mark_changes_since_full)
+        return _load(path, world, shards, mark_changes_since_full, sources)
 
 
-def _load(path: Location, world: World, shards: Sequence[TableStorage], marks_since_whole: bool) -> LoadedCheckpoint:
+def _load(
+    path: Location,
+    world: World,
+    shards: Sequence[TableStorage],
+    marks_since_whole: bool,
+    sources: Mapping[str, TableSource] | None,
+) -> LoadedCheckpoint:
     manifest = run_on_all_ranks(world, lambda: _find_manifest(path))
-    held = {name for names in world.all_gather_object([piece.spec.name for piece in shards]) for name in names}
-    run_on_all_ranks(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
-    dense = run_on_all_ranks(world, lambda: _fill_shards(path, manifest, shards, marks_since_whole))
+    if sources is None:
+        held = {name for names in world.all_gather_object([piece.spec.name for piece in shards]) for name in names}
+        run_on_all_ranks(world, lambda: check_tables("checkpoint", path, manifest["tables"], held, shards))
+        tables = manifest["tables"].items()
+        sources = {name: TableSource(rows=RowMap.identity(entry["num_embeddings"])) for name, entry in tables}
+    else:
+        run_on_all_ranks(world, lambda: _check_sources(path, manifest["tables"], sources, shards))
+    dense = run_on_all_ranks(world, lambda: _fill_shards(path, manifest, shards, sources, marks_since_whole))
     prefetched = (
         run_on_all_ranks(world, lambda: read_tensors(path, manifest[PREFETCHED])) if PREFETCHED in manifest else None
     )
@@ -166,23 +207,46 @@ def check_tables(
             f"give model and {kind} the same tables, or start without this {kind}"
         )
     for piece in shards:
-        saved = tables[piece.spec.name]
-        expected = TableLayout.from_values(piece.spec, piece.values).to_dict()
-        for field in ("num_embeddings", "embedding_dim", "dtype"):
-            if saved[field] != expected[field]:
-                raise MesetaError(
-                    f"{where}: table {piece.spec.name!r} has {field} {saved[field]} there, but {expected[field]} in "
-                    f"the model; set it to {saved[field]} in the model, or start without this {kind}"
-                )
-        is_other = (
-            saved["optimizer"]["name"] != expected["optimizer"]["name"] or saved["columns"] != expected["columns"]
-        )
-        if states and is_other:
+        way_out = f"start without this {kind}"
+        _check_layout(where, tables[piece.spec.name], piece, way_out, way_out if states else None, same_rows=True)
+
+
+def _check_sources(
+    path: Location, tables: Mapping[str, Any], sources: Mapping[str, TableSource], shards: Sequence[TableStorage]
+) -> None:
+    for piece in shards:
+        name = piece.spec.name
+        if name in sources:
+            fresh = f"reinitialize it with --reset {name}"
+            of_states = f"set --load tables,dense, or {fresh}" if sources[name].states else None
+            _check_layout(f"checkpoint {str(path)!r}", tables[name], piece, fresh, of_states, same_rows=False)
+
+
+def _check_layout(
+    where: str,
+    saved: Mapping[str, Any],
+    piece: TableStorage,
+    way_out: str,
+    way_out_of_states: str | None,
+    *,
+    same_rows: bool,
+) -> None:
+    """Raise MesetaError unless a saved table has the layout of a shard. Optimizer states are compared if there is a way
+    out of their differences."""
+    expected = TableLayout.from_values(piece.spec, piece.values).to_dict()
+    for field in (*(["num_embeddings"] if same_rows else []), "embedding_dim", "dtype"):
+        if saved[field] != expected[field]:
             raise MesetaError(
-                f"{where}: table {piece.spec.name!r} was trained with {_describe_optimizer(saved)}, but the model uses "
-                f"{_describe_optimizer(expected)}; use the same row optimizer in the model"
-                f"{_freeze_hint(saved, expected)}, or start without this {kind}"
+                f"{where}: table {piece.spec.name!r} has {field} {saved[field]} there, but {expected[field]} in "
+                f"the model; set it to {saved[field]} in the model, or {way_out}"
             )
+    is_other = saved["optimizer"]["name"] != expected["optimizer"]["name"] or saved["columns"] != expected["columns"]
+    if way_out_of_states is not None and is_other:
+        raise MesetaError(
+            f"{where}: table {piece.spec.name!r} was trained with {_describe_optimizer(saved)}, but the model uses "
+            f"{_describe_optimizer(expected)}; use the same row optimizer in the model"
+            f"{_freeze_hint(saved, expected)}, or {way_out_of_states}"
+        )
 
 
 def _freeze_hint(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
@@ -198,21 +262,28 @@ def _describe_optimizer(entry: Mapping[str, Any]) -> str:
 
 
 def _fill_shards(
-    path: Location, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
+    path: Location,
+    manifest: Mapping[str, Any],
+    shards: Sequence[TableStorage],
+    sources: Mapping[str, TableSource],
+    since_whole: bool,
 ) -> dict[str, Tensor]:
-    jobs: list[FillJob] = []
-    for name, entry in manifest["tables"].items():
+    jobs = list[_FillJob]()
+    for name in sorted({piece.spec.name for piece in shards} & sources.keys()):
+        entry, source = manifest["tables"][name], sources[name]
         schema = BlockSchema.from_dict(entry)
-        for block in group_files_by_block(entry):
-            rows = block[0]["first_row"], block[0]["first_row"] + block[0]["num_rows"]
+        maps = [(piece, source.rows.to_targets(*piece.shard.rows)) for piece in shards if piece.spec.name == name]
+        for files in group_files_by_block(entry):
+            first, num_rows = files[0]["first_row"], files[0]["num_rows"]
             pieces = [
-                p for p in shards if p.spec.name == name and p.shard.rows[0] < rows[1] and rows[0] < p.shard.rows[1]
+                (piece, part) for piece, rows in maps if (part := rows.from_rows(first, first + num_rows)).num_rows
             ]
             if pieces:
-                is_new = entry_step(block[0], manifest["step"]) > full_step(manifest)
-                jobs.append((schema, block, is_new, pieces))
+                is_new = entry_step(files[0], manifest["step"]) > full_step(manifest)
+                job = _FillJob(schema=schema, files=files, is_new=is_new, pieces=pieces, with_states=source.states)
+                jobs.append(job)
 
-    with ThreadPoolExecutor(_num_reader_threads([files for _, files, _, _ in jobs])) as pool:
+    with ThreadPoolExecutor(_num_reader_threads([job.files for job in jobs])) as pool:
         changed = {id(piece): RowSet(piece.shard.num_rows) for piece in shards}
         for of_block in pool.map(partial(_fill_shards_from_block, path, since_whole), jobs):
             for piece, of_piece in of_block:
@@ -224,29 +295,30 @@ def _fill_shards(
     return read_tensors(path, manifest["dense"])
 
 
-def _fill_shards_from_block(path: Location, since_whole: bool, job: FillJob) -> ChangedRowsByShard:
+def _fill_shards_from_block(path: Location, since_whole: bool, job: _FillJob) -> ChangedRowsByShard:
     # With `since_whole`, the result has the rows that changed since the last full checkpoint, otherwise nothing.
-    schema, files, is_new, pieces = job
-    first_row, num_rows = files[0]["first_row"], files[0]["num_rows"]
-    is_changed = np.full(num_rows, is_new) if since_whole else None
-    values = read_chain(path, schema, files, is_changed)
+    is_changed = np.full(job.files[0]["num_rows"], job.is_new) if since_whole else None
+    values = read_chain(path, job.schema, job.files, is_changed)
+    if not job.with_states:
+        values = {ROW: values[ROW]}
     changed: ChangedRowsByShard = []
-    for piece in pieces:
-        fill_shard(piece, schema, first_row, values)
-        if is_changed is not None:
-            begin = max(piece.shard.rows[0], first_row)
-            here = is_changed[begin - first_row : piece.shard.rows[1] - first_row].nonzero()[0]
-            changed.append((piece, torch.from_numpy(here + (begin - piece.shard.rows[0]))))
+    for piece, row_map in job.pieces:
+        fill_rows(piece, job.schema, row_map, values)
+        for source, target in row_map.parts() if is_changed is not None else ():
+            here = np.flatnonzero(is_changed[source])
+            rows = here + target.start if isinstance(target, slice) else target[here]
+            changed.append((piece, torch.from_numpy(rows)))
     return changed
 
 
-def fill_shard(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
-    """Copy the rows and columns that a block and a shard share. Columns that are not in `values` remain unchanged."""
-    num_rows = len(values[ROW])
-    first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
-    shared = {}
-    for column in (c for c in schema.columns if c.name in values and first < last):
-        source = values[column.name][first - first_row : last - first_row]
-        shared[column.name] = source[:, slice(*piece.shard.columns)] if column.kind == "element" else source
-    if shared:
-        piece.write(first - piece.shard.rows[0], shared)
+def fill_rows(piece: TableStorage, schema: BlockSchema, row_map: RowMap, values: Values) -> None:
+    """Copy rows of a block to a shard by a map between both. Columns that are not in `values` remain unchanged."""
+    for source, target in row_map.parts():
+        shared = {}
+        for column in (c for c in schema.columns if c.name in values):
+            rows = values[column.name][source]
+            shared[column.name] = rows[:, slice(*piece.shard.columns)] if column.kind == "element" else rows
+        if isinstance(target, slice):
+            piece.write(target.start, shared)
+        else:
+            piece.scatter(torch.from_numpy(target), shared)

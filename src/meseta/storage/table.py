@@ -95,6 +95,10 @@ class TableStorage(ABC):
         """
 
     @abstractmethod
+    def scatter(self, rows: Int[Tensor, " n"], values: Mapping[str, NDArray[Any]]) -> None:
+        """Copy `values` into `rows`, as `write` does. The rows must be in host memory and in ascending order."""
+
+    @abstractmethod
     def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
         """Return a snapshot of all rows, which training does not change.
 
@@ -263,6 +267,15 @@ class TableShard(TableStorage):
                 np.copyto(target.numpy(), source, casting="no")
             else:
                 target.copy_(torch.from_numpy(source.copy()))
+
+    def scatter(self, rows: Int[Tensor, " n"], values: Mapping[str, NDArray[Any]]) -> None:
+        self.marks.add(rows)
+        for name, source in values.items():
+            target = as_stored(self.values[name].detach())
+            if target.device.type == "cpu":
+                target.numpy()[rows.numpy()] = source
+            else:
+                target[rows.to(target.device)] = torch.from_numpy(source.copy()).to(target.device)
 
     def snapshot(self, reuse: TableStorage | None = None) -> TableShard:
         copy = reuse if isinstance(reuse, TableShard) else self._allocate_host_copy()

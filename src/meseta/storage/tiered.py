@@ -271,18 +271,19 @@ class TieredShard(_OffloadedShard):
         return values
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        self.scatter(torch.arange(first, first + len(next(iter(values.values())))), values)
+
+    def scatter(self, rows: Int[Tensor, " n"], values: Mapping[str, NDArray[Any]]) -> None:
         self._wait_for_fetches()
-        num_rows = len(next(iter(values.values())))
-        self.marks.add_range(first, first + num_rows)
-        for start in range(0, num_rows, TRANSFER_CHUNK_ROWS):
-            stop = min(start + TRANSFER_CHUNK_ROWS, num_rows)
+        self.marks.add(rows)
+        for start in range(0, len(rows), TRANSFER_CHUNK_ROWS):
+            stop = min(start + TRANSFER_CHUNK_ROWS, len(rows))
             part = {name: source[start:stop] for name, source in values.items()}
+            some = rows[start:stop]
             if set(part) != set(self._like):  # A record is written as a whole, so the other values are read first.
-                stored = self.read(first + start, first + stop)
-                part = {name: as_stored(value).numpy() for name, value in stored.items()} | part
-            rows = torch.arange(first + start, first + stop)
-            self.backing_store.write(rows, *self._layout.to_bytes(part))
-            slots = self.cache.find(rows)
+                part = {name: as_stored(value).numpy() for name, value in self._gather(some).items()} | part
+            self.backing_store.write(some, *self._layout.to_bytes(part))
+            slots = self.cache.find(some)
             hits = torch.nonzero(slots >= 0).squeeze(1)
             cached = {name: from_stored(value[hits.numpy()], self._like[name].dtype) for name, value in part.items()}
             self._fill_slots(slots[hits], cached)
@@ -363,6 +364,9 @@ class ShardSnapshot(_OffloadedShard):
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
         raise MesetaError(f"table {self.spec.name!r}: a snapshot is read-only; write to the original shard instead")
+
+    def scatter(self, rows: Int[Tensor, " n"], values: Mapping[str, NDArray[Any]]) -> None:
+        self.write(0, values)
 
     def snapshot(self, reuse: TableStorage | None = None) -> TableStorage:
         return self

@@ -18,8 +18,9 @@ from meseta.checkpoint.averages import average_values
 from meseta.checkpoint.files.block import group_files_by_block, read_chain
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.quantization import decode_column, encode_column, estimate_row_bytes
-from meseta.checkpoint.loading import fill_shard
+from meseta.checkpoint.loading import fill_rows
 from meseta.checkpoint.manifest import QUANTIZED, read_manifest
+from meseta.checkpoint.row_map import RowMap
 from meseta.config.row_bits import ROW_BIT_WIDTHS, BitsFile, RowBits, TableBits
 from meseta.data.read.batch_reader import BatchReader
 from meseta.spec import MesetaError
@@ -243,9 +244,11 @@ class BitsAdvisor:
             exact = read_chain(self._root, schema, files)
             rows = exact[ROW] if bits is None else self._with_quantization_error(schema, exact[ROW], bits)
             values = {ROW: average_values(self._state, {**exact, ROW: rows})}
+            first, stop = files[0]["first_row"], files[0]["first_row"] + files[0]["num_rows"]
             for piece in self._trained_model.model.embeddings.shards:
                 if piece.spec.name == name:
-                    fill_shard(piece, schema, files[0]["first_row"], values)
+                    row_map = RowMap.identity(piece.spec.num_embeddings).to_targets(*piece.shard.rows)
+                    fill_rows(piece, schema, row_map.from_rows(first, stop), values)
 
     def _with_quantization_error(self, schema: BlockSchema, rows: np.ndarray, bits: RowBits) -> np.ndarray:
         column = schema.columns[0]
