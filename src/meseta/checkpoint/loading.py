@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.checkpoint.failures import has_file, read_with_retry, run_on_all_ranks
@@ -128,6 +129,15 @@ def _load(
     return LoadedCheckpoint(
         step=manifest["step"], dense=dense, prefetched_embeddings=prefetched, state=state, manifest=manifest
     )
+
+
+def read_first_rows(path: Location) -> dict[str, NDArray[Any]]:
+    """Return row 0 of each table of a checkpoint, [1, D] in the dtype of `as_stored`. Raises the errors of `verify`."""
+    rows = {}
+    for name, entry in _find_manifest(path)["tables"].items():
+        values = read_chain(path, BlockSchema.from_dict(entry), group_files_by_block(entry)[0])
+        rows[name] = values[ROW][:1].copy()
+    return rows
 
 
 def verify(path: Location | str) -> str:
@@ -304,7 +314,9 @@ def _fill_shards_from_block(path: Location, since_whole: bool, job: _FillJob) ->
     changed: ChangedRowsByShard = []
     for piece, row_map in job.pieces:
         fill_rows(piece, job.schema, row_map, values)
-        for source, target in row_map.parts() if is_changed is not None else ():
+        if is_changed is None:
+            continue
+        for source, target in row_map.parts():
             here = np.flatnonzero(is_changed[source])
             rows = here + target.start if isinstance(target, slice) else target[here]
             changed.append((piece, torch.from_numpy(rows)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 import time
@@ -116,6 +117,41 @@ _NoTestOption = Annotated[
 ]
 
 
+_START_PANEL = "Start from another run"
+_StartFromOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUN",
+        help="Run folder or checkpoint whose weights and settings the run starts with.",
+        rich_help_panel=_START_PANEL,
+    ),
+]
+_LoadOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PARTS",
+        help="Parts of it to load: tables, states, dense. Default: all.",
+        rich_help_panel=_START_PANEL,
+    ),
+]
+_ResetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TABLES",
+        help="Tables, by feature, that begin with initial rows, or `dense` for the dense part.",
+        rich_help_panel=_START_PANEL,
+    ),
+]
+_LikeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Dataset or run with the encoding of a checkpoint that is in no run folder.",
+        rich_help_panel=_START_PANEL,
+    ),
+]
+
+
 def train(
     arguments: _SettingsArgument = None,
     data: _DataOption = None,
@@ -143,6 +179,10 @@ def train(
     restarts: _FormerRestartsOption = None,
     min_nproc: _MinNprocOption = None,
     readers: _ReadersOption = "0",
+    start_from: _StartFromOption = None,
+    load: _LoadOption = None,
+    reset: _ResetOption = None,
+    like: _LikeOption = None,
     no_test: _NoTestOption = False,
     baseline: _BaselineOption = None,
     profile: _ProfileOption = False,
@@ -159,23 +199,19 @@ def train(
     CurrentDetail.choose("train", quiet=quiet, verbose=verbose)
     profiled = profile if profile_steps is None else StepRange.parse(profile_steps)
     config, overrides = _split_arguments(arguments or [])
-    if baseline is not None:
-        overrides = [*overrides, f"report.baseline={baseline}"]
-    document = read_config_document(config, overrides)
+    document = read_config_document(config, [*overrides, *_option_overrides(parameters)])
     said = _given_options(
-        test_fraction=test_fraction,
-        test_files=test_files,
-        test_after=test_after,
-        valid_fraction=valid_fraction,
-        valid_files=valid_files,
-        valid_after=valid_after,
-        split_by=split_by,
+        **{name: parameters[name] for name in _SPLIT_OPTIONS},
         **column_options(parameters),
         schema=schema,
         encoding=encoding,
         **bad_row_options(bad_rows, max_bad_rows),
     )
     _choose_folders(document, data or [], said)
+    if document.get("start_from") is not None:
+        from meseta.train.start.inherited_config import add_inherited
+
+        add_inherited(document, from_scratch=force)
     settings = validate_document(document, config)
     # Before data are prepared, which may take hours.
     check_extras(settings.train.loggers, "train.loggers")
@@ -315,6 +351,27 @@ def _train(
         _print_result(summary, settings.run_dir)
 
 
+_SPLIT_OPTIONS = (
+    "test_fraction",
+    "test_files",
+    "test_after",
+    "valid_fraction",
+    "valid_files",
+    "valid_after",
+    "split_by",
+)
+
+
+def _option_overrides(parameters: Mapping[str, Any]) -> list[str]:
+    """Return the overrides of config keys that are options."""
+    keys = {"baseline": "report.baseline", "start_from": "start_from", "like": "start.like"}
+    overrides = [f"{key}={json.dumps(str(parameters[name]))}" for name, key in keys.items() if parameters[name] is not None]
+    for name in ("load", "reset"):
+        if (text := parameters[name]) is not None:
+            overrides.append(f"start.{name}={json.dumps([one.strip() for one in text.split(',') if one.strip()])}")
+    return overrides
+
+
 def _given_options(**options: Any) -> dict[str, Any]:
     """Return the options of PrepareOptions that are set on the command line."""
     # 'error' is the default of --bad-rows.
@@ -372,7 +429,7 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
         print(f"{split} {format_metrics(line)}")
         if baseline := summary.get("baseline", {}).get("splits", {}).get(split):
             print(f"{split} {format_metrics(baseline)}  (LightGBM with default parameters)")
-    if line["step"] != summary["num_steps"]:
+    if ends and line["step"] != summary["num_steps"]:
         print(f"these are the best weights, of step {line['step']:,}; the last step was {summary['num_steps']:,}")
     if note := selection_on_test_warning(chosen.get("split"), chosen.get("what", ())):
         print(f"note: {note}")

@@ -150,6 +150,8 @@ class EmbeddingConfig(Section):
     """Penalties on the rows of all tables that learn."""
     init: InitConfig = InitConfig()
     """Initial values of the rows of all tables."""
+    new_rows: Literal["initial", "unknown"] = "initial"
+    """Rows of values without a row in start_from: 'initial', or copies of row 0, that of unknown values."""
     pooling: Literal["sum", "mean"] = "sum"
     """Pooling of bags."""
     id_policy: Literal["error", "drop", "clamp", "hash"] = "error"

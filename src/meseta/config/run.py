@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -468,6 +468,25 @@ class StorageConfig(Section):
         )
 
 
+StartPart = Literal["tables", "states", "dense"]
+"""Part of a checkpoint: rows, optimizer states of rows and of the dense part, or parameters of the dense part."""
+
+
+class StartConfig(Section):
+    load: tuple[StartPart, ...] = get_args(StartPart)
+    """Parts that are taken over from start_from: 'tables', 'states' of optimizers, and 'dense'."""
+    reset: tuple[str, ...] = ()
+    """Tables, by the names of their features, that begin with initial rows, or 'dense' for the dense part."""
+    like: LocalPath | None = None
+    """Folder of a dataset or run with the encoding of the checkpoint start_from, if that is in no run folder."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StartConfig:
+        if "states" in self.load and "tables" not in self.load and "dense" not in self.load:
+            raise ValueError("load: 'states' belong to 'tables' or 'dense'; add one of them, or leave out 'states'")
+        return self
+
+
 class ReportConfig(Section):
     importance: bool = True
     """Whether to measure the importance of features at the end, see docs/report.md."""
@@ -478,6 +497,10 @@ class ReportConfig(Section):
 class RunConfig(Section):
     run_dir: LocalPath
     """Folder for all files of the run."""
+    start_from: Url | None = None
+    """Run folder or checkpoint, also at a URL, whose weights this run starts with; None: initial weights."""
+    start: StartConfig = StartConfig()
+    """What is taken over from start_from."""
     seed: NonNegativeInt = 0
     """Random seed for the order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

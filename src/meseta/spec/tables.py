@@ -62,6 +62,10 @@ class InitSpec:
         if self.scale is not None and check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
             raise MesetaError(f"init: scale must not be negative for kind {self.kind!r}, got {self.scale}")
 
+    def scale_of(self, num_embeddings: int) -> float:
+        """Return the scale for a table with this number of rows."""
+        return 1 / math.sqrt(num_embeddings) if self.scale is None else self.scale
+
     def check_range(self, owner: str, dtype: TableDtype) -> None:
         """Raise MesetaError if initial values could overflow `dtype`. The message starts with `owner`."""
         largest = MAX_VALUE[dtype] / (MAX_NORMAL_SAMPLE if self.kind == "normal" else 1.0)

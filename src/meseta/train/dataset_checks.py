@@ -46,6 +46,18 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
     return dataset
 
 
+def load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
+    """Return the run folder's dataset, or that of existing training data if an older version recorded less. It has no
+    features that the config leaves out."""
+    kept = Dataset.load(run.path)
+    vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
+    if kept.source_form is None or not all(path_exists(run.path / path) for path in vocabularies):
+        with suppress(MesetaError):
+            if config.data.dir is not None:
+                return Dataset.load(config.data.dir).select(None, config.data.without, allow_missing=True)
+    return kept
+
+
 def encoding_state(dataset: Dataset) -> dict[str, Any]:
     """Return the entry of a checkpoint that `check_same_encoding` reads."""
     return {ENCODING_KEY: DatasetEncoding.from_dataset(dataset).to_dict()}

@@ -164,6 +164,8 @@ class EvaluationTracker:
     def __init__(self, config: RunConfig, splits: Collection[str]) -> None:
         self.split = validation_split(splits)
         """Split whose evaluations are tracked."""
+        # A run that starts from another one may train on all its rows.
+        self._is_evaluated = self.split in splits or config.start_from is None or config.train.evaluates_during_training
         self.early_stopping = EarlyStopping(config.train.early_stopping, self.split)
         self._plateaus = {
             "embedding": PlateauTracker(config.embedding_schedule),
@@ -174,6 +176,8 @@ class EvaluationTracker:
 
     def evaluated_splits(self, *, with_test: bool) -> list[str]:
         """Return the splits to evaluate at the end of a run."""
+        if not self._is_evaluated:
+            return []
         return list(dict.fromkeys([self.split, *([TEST] if with_test else [])]))
 
     @property

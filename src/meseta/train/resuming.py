@@ -17,7 +17,7 @@ from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.store.store import make_store, newest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.load import checkpoint_location, get_value
+from meseta.config.load import checkpoint_location
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.errors import StorageError
@@ -29,13 +29,13 @@ from meseta.system.remote import Location, location_is_folder
 from meseta.train.dataset_checks import check_same_encoding, check_same_rows
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
+from meseta.train.setup.config_changes import diff_configs, find_model_change
+from meseta.train.start.starting import start_from_parent
 from meseta.train.state import restore, set_random_state
 
 if TYPE_CHECKING:
     from meseta.train.trainer import Trainer
 
-# Config keys or sections that define the model.
-_MODEL_KEYS = ("model", "embedding.pooling")
 # Config keys that define how the model learns. Constants of row optimizers are in the checkpoint instead.
 _LEARNING_KEYS = (
     "dense.optimizer",
@@ -57,10 +57,10 @@ def check_same_model(run: RunDir, config: RunConfig, world: World) -> None:
     Collective."""
     # Tensor shapes do not reveal a different dropout, pooling or number of heads.
     before = _load_previous_config(run)
-    changes = [] if before is None else [*_diff_configs(before, config, _MODEL_KEYS), *_diff_poolings(before, config)]
+    change = None if before is None else find_model_change(before, config)
     problem = None
-    if changes:
-        key, was, now = changes[0]
+    if change is not None:
+        key, was, now = change
         problem = MesetaError(
             f"run_dir {str(run.path)!r} has another model: {key} was {was!r} and is {now!r} now; set it back, "
             "choose another run_dir, or start from the beginning with --force"
@@ -160,7 +160,7 @@ def check_dataset(run: RunDir, path: Location | None, dataset: Dataset, world: W
 def resume(
     trainer: Trainer, checked: Location | None, start_position: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Restore the state of `trainer` from the newest checkpoint if there is one. Collective.
+    """Restore the state of `trainer` from the newest checkpoint if there is one, else from its parent. Collective.
 
     Args:
         trainer: Run whose model, reader and metrics exist.
@@ -177,6 +177,8 @@ def resume(
     world.run_on_rank_0(manager.fetch_from_mirror)
     path = world.broadcast_from_rank_0(lambda: newest(run.checkpoints))
     if path is None:
+        if trainer.config.start_from is not None:
+            start_from_parent(trainer)
         return None
     check_resume_allowed(trainer.config, path)
     if path != checked:  # From the mirror, or an older one after quarantine.
@@ -257,7 +259,7 @@ def reconcile_config(
     before = _load_previous_config(run)
     differences = [*_diff_row_optimizers(optimizers, tables)]
     if before is not None:
-        differences += [f"{k} was {was!r}, is {now!r}" for k, was, now in _diff_configs(before, config, _LEARNING_KEYS)]
+        differences += [f"{k} was {was!r}, is {now!r}" for k, was, now in diff_configs(before, config, _LEARNING_KEYS)]
     if not differences:
         return config
     changes = "; ".join(differences[:_MAX_LISTED]) + (
@@ -294,32 +296,6 @@ def _load_previous_config(run: RunDir) -> RunConfig | None:
         raise
     except MesetaError:
         return None
-
-
-def _diff_configs(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
-    documents = [_to_document(config) for config in (before, now)]
-    for key in keys:
-        one, other = (get_value(document, key) for document in documents)
-        if isinstance(one, dict):
-            values = {name: (one.get(name), other.get(name)) for name in {**one, **other}}
-            yield from ((f"{key}.{name}", was, now) for name, (was, now) in values.items() if was != now)
-        elif one != other:
-            yield key, one, other
-
-
-def _diff_poolings(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    for table in {**before.embedding.tables, **now.embedding.tables}:
-        one, other = (config.embedding.table_pooling(table) for config in (before, now))
-        if one != other:
-            yield f"embedding.tables.{table}.pooling", one, other
-
-
-def _to_document(config: RunConfig) -> dict[str, Any]:
-    # A schedule may be written in several places, so resolve both of them.
-    document = config.model_dump(mode="json")
-    for part, schedule in (("embedding", config.embedding_schedule), ("dense", config.dense_schedule)):
-        document[part]["schedule"] = schedule.model_dump(mode="json")
-    return document
 
 
 def _diff_row_optimizers(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> Iterator[str]:

@@ -222,6 +222,10 @@ class CheckpointManager:
         self._world.run_on_rank_0(self._check_mirror)
         return self.saved_step
 
+    def count_restores(self, number: int) -> None:
+        """Set the number of times that the rows of a new run were restored from quantized rows."""
+        self._num_restores = number
+
     def _check_mirror(self) -> None:
         if self._mirror is not None:
             self._mirror.check_owner(self._run_id, self._folder)

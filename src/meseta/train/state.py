@@ -183,7 +183,7 @@ def restore(
         loaded = checkpoint.load(path, world=world, shards=shards, mark_changes_since_full=mark_changes_since_full)
     except checkpoint.DamagedCheckpoint as problem:
         raise world.broadcast_from_rank_0(partial(checkpoint.fallback_checkpoint_error, problem, path)) from None
-    _check_state(path, loaded.state)
+    check_trainer_state(path, loaded.state)
     if optimizer is None:
         set_dense_parameters(model, select_averages(loaded.dense))
         replace_rows_by_averages(shards, loaded.state)
@@ -203,7 +203,7 @@ def restore(
     return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers, "restores": restores}
 
 
-def _check_state(path: Location, state: Mapping[str, Any]) -> None:
+def check_trainer_state(path: Location, state: Mapping[str, Any]) -> None:
     """Raise MesetaError if no run can have written the state. Checks of the checkpoint itself ignore its content."""
     try:
         saved = _TrainerState.model_validate({**state, "best": state.get("best") or None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -31,11 +31,10 @@ from meseta.spec import MesetaError
 from meseta.spec.documents import rename_keys
 from meseta.spec.plan import FORMER_KEYS
 from meseta.spec.tiers import DISK, OFFLOADED_TIERS
-from meseta.system.files import path_exists
 from meseta.system.remote import Location
 from meseta.telemetry.metrics import validation_split
 from meseta.train.averages.runs import Averaged, PredictionSums, check_averaged, check_same_labels
-from meseta.train.dataset_checks import check_same_encoding, open_dataset
+from meseta.train.dataset_checks import check_same_encoding, load_training_dataset, open_dataset
 from meseta.train.evaluate import Evaluation, LogitShift, evaluate, logit_shift, predict
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
@@ -189,7 +188,7 @@ def _check_runs(run_dirs: Sequence[Path], world: World) -> None:
         for path in run_dirs:
             run = RunDir(path)
             config = run.load_config()
-            datasets[path] = _load_training_dataset(run, config).with_labels(config.data.labels)
+            datasets[path] = load_training_dataset(run, config).with_labels(config.data.labels)
         check_same_labels(datasets)
     except (MesetaError, OSError) as error:
         problem = error
@@ -204,7 +203,7 @@ def load_model(run_dir: Path, world: World, *, best: bool = False) -> torch.nn.M
     """
     run = RunDir(run_dir)
     config, path = _find_checkpoint(run, best=best)
-    dataset = _load_training_dataset(run, config).with_labels(config.data.labels)
+    dataset = load_training_dataset(run, config).with_labels(config.data.labels)
     model, _ = _restore_weights(_with_plan(config, path, None, world), path, dataset, world)
     return model
 
@@ -291,7 +290,7 @@ def load_for_raw_rows(
     """
     run = RunDir(run_dir)
     config, path = _find_checkpoint(run, best=best)
-    earlier = world.broadcast_from_rank_0(lambda: with_vocabulary_digests(_load_training_dataset(run, config)))
+    earlier = world.broadcast_from_rank_0(lambda: with_vocabulary_digests(load_training_dataset(run, config)))
     check_same_encoding(
         run, path, earlier.with_labels(config.data.labels), world, "the encoding of new rows is unknown"
     )
@@ -329,18 +328,6 @@ def _with_rows_of(config: RunConfig, other: RunConfig) -> RunConfig:
     kept = {key: getattr(config.data, key) for key in ("labels", "negative_keep")}
     train = config.train.model_copy(update={"eval_batch_size": other.train.eval_batch_size})
     return config.model_copy(update={"data": other.data.model_copy(update=kept), "train": train})
-
-
-def _load_training_dataset(run: RunDir, config: RunConfig) -> Dataset:
-    """Return the run folder's dataset, or that of existing training data if an older version recorded less. It has no
-    features that the config leaves out."""
-    kept = Dataset.load(run.path)
-    vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
-    if kept.source_form is None or not all(path_exists(run.path / path) for path in vocabularies):
-        with suppress(MesetaError):
-            if config.data.dir is not None:
-                return Dataset.load(config.data.dir).select(None, config.data.without, allow_missing=True)
-    return kept
 
 
 def _check_same_files(rows: NewRows, world: World) -> None:

@@ -255,6 +255,8 @@ class Trainer:
     def _evaluate_final_weights(self, progress: TrainProgress) -> dict[str, EvalLine]:
         """Return the evaluations of the final weights by split. These are the last weights, or the best evaluated
         ones."""
+        if not self.eval_readers:
+            return {}
         self._get_evaluation(self.evaluation_tracker.split, progress)
         if self.config.train.finish == "best" and self.early_stopping.best_step not in (None, self.step):
             path = self.run_dir.checkpoint_path(self.early_stopping.best_step)

@@ -62,6 +62,11 @@ class DatasetEncoding(FrozenRecord):
             sparse=tuple(sparse),
         )
 
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """Names of all dense columns and sparse features."""
+        return (*(column.name for column in self.dense), *(feature.name for feature in self.sparse))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data without default values, which `from_dict` reads."""
         return self.model_dump(mode="json", exclude_defaults=True)

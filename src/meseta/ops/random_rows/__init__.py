@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ def initial_rows(
     """
     # A uniform cell is scale * (2 u - 1) with 24 random bits in u. A normal cell is the Box-Muller transform of the
     # pair of words that it belongs to.
-    scale = _init_scale(spec)
+    scale = spec.init.scale_of(spec.num_embeddings)
     shape = rows[1] - rows[0], columns[1] - columns[0]
     weight = empty(shape, getattr(torch, spec.dtype), device, keep=False)
     if spec.init.kind == "constant":
@@ -82,7 +81,7 @@ def initial_rows_at(
     spec: TableSpec, rows: Int[Tensor, " n"], *, columns: tuple[int, int], seed: int
 ) -> Float[Tensor, "n columns"]:
     """Return the initial values of arbitrary rows, int64 [n] on the CPU. They are those of `initial_rows`."""
-    scale, width = _init_scale(spec), columns[1] - columns[0]
+    scale, width = spec.init.scale_of(spec.num_embeddings), columns[1] - columns[0]
     weight = empty((len(rows), width), getattr(torch, spec.dtype), keep=False)
     if spec.init.kind == "constant":
         return weight.fill_(scale)
@@ -99,10 +98,6 @@ def initial_rows_at(
         if not exact:
             chunk.copy_(cells)
     return weight
-
-
-def _init_scale(spec: TableSpec) -> float:
-    return 1 / math.sqrt(spec.num_embeddings) if spec.init.scale is None else spec.init.scale
 
 
 def _align_to_pairs(columns: tuple[int, int]) -> tuple[int, int]:

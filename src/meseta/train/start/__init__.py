@@ -1,0 +1,1 @@
+"""Start of a run from the weights of another one, its parent."""

@@ -1,0 +1,145 @@
+"""The parent of a run: the checkpoint from which it starts, and what describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meseta.checkpoint import find_checkpoint
+from meseta.checkpoint.manifest import read_manifest
+from meseta.config import RunConfig
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, with_vocabulary_digests
+from meseta.errors import StorageError
+from meseta.spec import MesetaError
+from meseta.system.files import path_exists
+from meseta.system.remote import Location, to_location
+from meseta.train.dataset_checks import load_encoding, load_training_dataset
+from meseta.train.run_dir import RunDir
+from meseta.train.start.start_record import StartRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """Checkpoint of another run."""
+
+    checkpoint: Location
+    run: RunDir | None
+    """Run folder. `None` if only the checkpoint is there."""
+
+    @staticmethod
+    def find(start_from: str) -> Parent:
+        """Find the checkpoint of a run folder as `meseta predict` does, or the checkpoint at a path or URL.
+
+        Raises MesetaError if there is none.
+        """
+        place = to_location(start_from)
+        run = _run_of(place)
+        if run is not None and run.path == place:
+            path = run.final_checkpoint()
+            if path is None:
+                raise MesetaError(
+                    f"start_from {start_from!r} is a run without a checkpoint; train it first with `meseta train`"
+                )
+            return Parent(checkpoint=path, run=run)
+        if isinstance(place, Path) and not path_exists(place):
+            raise MesetaError(f"start_from {start_from!r} does not exist; pass the run_dir or a checkpoint of a run")
+        path = find_checkpoint(place)
+        return Parent(checkpoint=path, run=_run_of(path))
+
+    def record(self, start_from: str, settings: Mapping[str, Any]) -> StartRecord:
+        """Return the record of a run that starts from this parent. Raises MesetaError if its manifest is damaged."""
+        return StartRecord(
+            start_from=start_from, checkpoint=str(self.checkpoint), checksum=self.checksum, settings=dict(settings)
+        )
+
+    @staticmethod
+    def from_record(record: StartRecord) -> Parent:
+        """Return the parent of a record. Raises MesetaError if its checkpoint is missing or has changed since."""
+        path = to_location(record.checkpoint)
+        try:
+            parent = Parent(checkpoint=path, run=_run_of(path))
+            checksum = parent.checksum
+        except StorageError:
+            raise
+        except MesetaError as error:
+            raise MesetaError(
+                f"start_from {record.start_from!r}: the run has no checkpoint of its own yet, and {error}; restore the "
+                "parent, or start from another one with --force"
+            ) from None
+        if checksum != record.checksum:
+            raise MesetaError(
+                f"start_from {record.start_from!r}: checkpoint {record.checkpoint!r} has changed since the run was "
+                "started; restore it, or start again from it with --force"
+            )
+        return parent
+
+    def check_other_place(self, run_dir: Path, places: Sequence[Location | str | None] = ()) -> None:
+        """Raise MesetaError if a run in `run_dir` would write to the parent, or its checkpoints to one of its
+        `places`."""
+        if self.run is None:
+            if isinstance(self.checkpoint, Path) and self.checkpoint.resolve().is_relative_to(run_dir.resolve()):
+                raise MesetaError(f"run_dir {str(run_dir)!r} contains start_from; choose another run_dir")
+            return
+        if self.run.path.resolve() == run_dir.resolve():
+            raise MesetaError(f"run_dir {str(run_dir)!r} is start_from itself; choose another run_dir")
+        former = self.run.load_config()
+        taken = {str(self.run.checkpoints), former.checkpoint.mirror}
+        for place in places:
+            if place is not None and str(place) in taken:
+                raise MesetaError(
+                    f"checkpoints of run_dir {str(run_dir)!r} would be at {str(place)!r}, where those of start_from "
+                    "are; set checkpoint.dir or checkpoint.mirror to another URL"
+                )
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the manifest, which has the checksums of all other files. Raises MesetaError if it is damaged."""
+        return str(read_manifest(self.checkpoint)["manifest_checksum"])
+
+    def load_config(self) -> RunConfig | None:
+        """Return the config of the run, or `None` without its folder."""
+        return None if self.run is None else self.run.load_config()
+
+    def load_dataset(self, like: Path | None = None) -> Dataset:
+        """Return the dataset with whose encoding the checkpoint was trained.
+
+        It is that of the run folder, or the one in folder `like` for a checkpoint alone. Raises MesetaError if there
+        is none, or it has another encoding than the checkpoint.
+        """
+        folder = self.run.path if like is None and self.run is not None else like
+        where = f"checkpoint {str(self.checkpoint)!r}"
+        if folder is None:
+            raise MesetaError(
+                f"{where} is not in the folder of its run, so the encoding of its data is unknown; add --like RUN or "
+                "DATASET with the same encoding"
+            )
+        if self.run is not None and folder == self.run.path:
+            dataset = load_training_dataset(self.run, self.run.load_config())
+        else:
+            dataset = Dataset.load(folder)
+        dataset = with_vocabulary_digests(dataset)
+        recorded = load_encoding(self.checkpoint)
+        if recorded is not None:
+            kept = recorded.column_names
+            others = [name for name in DatasetEncoding.from_dataset(dataset).column_names if name not in kept]
+            dataset = dataset.select(recorded.labels, others)
+            difference = encoding_difference(recorded, DatasetEncoding.from_dataset(dataset))
+            if difference is not None:
+                raise MesetaError(
+                    f"{where} was trained with another encoding than that of {str(folder)!r}: {difference}; pass "
+                    "--like RUN or DATASET with the same encoding"
+                )
+        return dataset
+
+
+def _run_of(place: Location) -> RunDir | None:
+    """Return the run folder that `place` is, or in whose `checkpoints` it is."""
+    if not isinstance(place, Path):
+        return None
+    for folder in (place, *place.absolute().parents[:2]):
+        if path_exists(folder / "config.yaml") and path_exists(folder / DATASET_FILE):
+            return RunDir(folder)
+    return None

@@ -1,0 +1,116 @@
+"""Rows that the tables of a run take over from its parent: those of the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meseta.checkpoint.row_map import RowMap
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
+from meseta.data.dataset.records import SparseEncoding
+from meseta.data.dataset.vocabulary import combine_chunks, read_vocabulary_values
+from meseta.spec import MesetaError, suggest
+
+DENSE_PART = "dense"
+"""Name of the dense part in `start.reset`, in place of a table."""
+
+
+def map_rows(before: Dataset, now: Dataset, reset: Collection[str]) -> dict[str, RowMap]:
+    """Return the maps from the parent's rows to those of the run, of the features that both have and that are not
+    `reset`.
+
+    Rows of a vocabulary are matched by value, and others by number. Raises MesetaError if ids or numbers of a column
+    have another meaning than in the parent, or a vocabulary cannot be read.
+    """
+    names = [feature.name for feature in now.sparse]
+    for name in reset:
+        if name not in (*names, DENSE_PART):
+            raise MesetaError(f"start.reset: {name!r} is no sparse feature; {suggest(name, [*names, DENSE_PART])}")
+    check_same_meaning(before, now, reset)
+    former = {feature.name: feature for feature in before.sparse}
+    maps = {}
+    for feature in now.sparse:
+        if feature.name in reset or feature.name not in former:
+            continue
+        if feature.encoding != "vocabulary":
+            maps[feature.name] = RowMap.identity(feature.num_embeddings)
+            continue
+        was = former[feature.name]
+        if was.vocabulary_digest is not None and was.vocabulary_digest == feature.vocabulary_digest:
+            maps[feature.name] = RowMap.identity(feature.num_embeddings)
+        else:
+            maps[feature.name] = map_values(
+                read_vocabulary_values(before.dir, was), read_vocabulary_values(now.dir, feature)
+            )
+    return maps
+
+
+def map_values(before: pa.Array, now: pa.Array) -> RowMap:
+    """Return the map between rows with the same values, and between rows 0.
+
+    `before` [rows] and `now` [rows] are values (large_binary) in the order of their rows. Rows without a value are
+    null.
+    """
+    sources = np.full(len(now), -1, np.int64)
+    num_common = min(len(before), len(now))
+    # Rows usually keep their numbers, and comparing is faster than searching.
+    is_same = pc.equal(before[:num_common], now[:num_common]).fill_null(False).to_numpy(zero_copy_only=False)
+    is_same[:1] = True
+    sources[:num_common][is_same] = np.flatnonzero(is_same)
+    moved = np.flatnonzero((sources < 0) & now.is_valid().to_numpy(zero_copy_only=False))
+    rest = np.setdiff1d(np.arange(len(before)), np.flatnonzero(is_same), assume_unique=True)
+    if moved.size and rest.size:
+        places = pc.index_in(now.take(pa.array(moved)), value_set=before.take(pa.array(rest)), skip_nulls=True)
+        at = combine_chunks(pa.chunked_array([places])).fill_null(-1).to_numpy(zero_copy_only=False)
+        sources[moved] = np.where(at >= 0, rest[at], -1)
+    return RowMap.from_sources(sources)
+
+
+def check_same_meaning(before: Dataset, now: Dataset, reset: Collection[str]) -> None:
+    """Raise MesetaError if a column that both datasets have is encoded otherwise, except for the tables `reset` and the
+    values of vocabularies."""
+    encodings = [DatasetEncoding.from_dataset(dataset) for dataset in (before, now)]
+    common = set(encodings[0].column_names).intersection(encodings[1].column_names) - {*reset}
+    one, other = (_shared_part(encoding, common) for encoding in encodings)
+    if (difference := encoding_difference(one, other)) is None:
+        return
+    names = [feature.name for feature in one.sparse if feature not in other.sparse]
+    hint = f"reinitialize it with --reset {names[0]}, or " if names else ""
+    raise MesetaError(
+        f"dataset {str(now.dir)!r} was encoded otherwise than that of start_from, {str(before.dir)!r}: {difference}; "
+        f"{hint}prepare the rows with --like {before.dir} --as train"
+    )
+
+
+def _shared_part(encoding: DatasetEncoding, names: Collection[str]) -> DatasetEncoding:
+    """Return the encoding of some columns, in the order of their names and without the values of vocabularies."""
+    dense = sorted((column for column in encoding.dense if column.name in names), key=lambda column: column.name)
+    sparse = sorted((feature for feature in encoding.sparse if feature.name in names), key=lambda column: column.name)
+    whole = [name for name in encoding.whole_numbers if any(name in (f.made_of or (f.name,)) for f in sparse)]
+    return encoding.model_copy(
+        update={"dense": tuple(dense), "sparse": tuple(map(_without_values, sparse)), "whole_numbers": tuple(whole)}
+    )
+
+
+def _without_values(feature: SparseEncoding) -> SparseEncoding:
+    if feature.encoding != "vocabulary":
+        return feature
+    return feature.model_copy(update={"num_embeddings": 1, "vocabulary_digest": None})
+
+
+def new_row_masks(now: Dataset, maps: Mapping[str, RowMap]) -> dict[str, np.ndarray]:
+    """Return which rows [rows] of each table of a vocabulary have no row in the parent. Row 0 is one of them."""
+    masks = {}
+    for feature in now.sparse:
+        if feature.encoding == "vocabulary":
+            mask = np.ones(feature.num_embeddings, bool)
+            rows = maps.get(feature.name)
+            for _, target in rows.parts() if rows is not None else ():
+                mask[target] = False
+            mask[:1] = True
+            masks[feature.name] = mask
+    return masks

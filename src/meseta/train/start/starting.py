@@ -1,0 +1,138 @@
+"""First state of a run that starts from a parent."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meseta import checkpoint
+from meseta.checkpoint.averages import AVERAGE_PREFIX, MODEL_PREFIX, saved_average
+from meseta.checkpoint.failures import run_on_all_ranks
+from meseta.checkpoint.loading import LoadedCheckpoint, TableSource, read_first_rows
+from meseta.checkpoint.manifest import QUANTIZED
+from meseta.checkpoint.row_map import RowMap
+from meseta.config import RunConfig
+from meseta.data.dataset.dataset import Dataset
+from meseta.spec import MesetaError
+from meseta.storage import ROW, TableStorage
+from meseta.train.setup.config_changes import find_model_change
+from meseta.train.start.parent import Parent
+from meseta.train.start.row_sources import DENSE_PART, map_rows, new_row_masks
+from meseta.train.start.start_record import StartRecord
+from meseta.train.state import (
+    check_dense_optimizer,
+    check_trainer_state,
+    set_dense_parameters,
+    set_dense_tensors,
+    set_random_state,
+)
+
+if TYPE_CHECKING:
+    from meseta.train.trainer import Trainer
+
+
+def start_from_parent(trainer: Trainer) -> None:
+    """Load the weights of the parent that the config names into a trainer without a checkpoint. Collective.
+
+    Rows of tables are matched by value. `start.load` and `start.reset` select what is loaded. Optimizer steps, the
+    embedding step and the random state continue with the states, while steps, metrics and schedules begin at 0.
+    Raises MesetaError, on all ranks, if the parent is missing, damaged or has changed since the run was started, or
+    does not fit the config or the dataset.
+    """
+    config, world, dataset = trainer.config, trainer.world, trainer.dataset
+    parent, before, maps = world.broadcast_from_rank_0(lambda: _find_parent(config, dataset))
+    with_states = "states" in config.start.load
+    sources = {name: TableSource(rows=rows, states=with_states) for name, rows in maps.items()}
+    embeddings = trainer.model.embeddings
+    loaded = checkpoint.load(
+        parent.checkpoint,
+        world=world,
+        shards=embeddings.shards,
+        sources=sources if "tables" in config.start.load else {},
+    )
+    world.run_on_rank_0(lambda: _check_state(config, parent, loaded))
+    if config.embedding.new_rows == "unknown" and "tables" in config.start.load:
+        masks = new_row_masks(dataset, maps)
+        run_on_all_ranks(
+            world, lambda: _copy_unknown_rows(embeddings.shards, masks, read_first_rows(parent.checkpoint))
+        )
+    if "dense" in config.start.load and DENSE_PART not in config.start.reset:
+        _load_dense(trainer, parent, before, loaded)
+    if with_states:
+        embeddings.set_resume_state(loaded.state["embedding_step"], None)
+        set_random_state(loaded.state["random"])
+    else:
+        trainer.average.reset()
+    trainer.checkpoint_manager.count_restores(loaded.state.get("restores", 0) + (QUANTIZED in loaded.manifest))
+    if world.rank == 0:
+        print(f"starting from {parent.checkpoint}", file=sys.stderr)
+
+
+def _find_parent(config: RunConfig, dataset: Dataset) -> tuple[Parent, Dataset, dict[str, RowMap]]:
+    """Return the parent, the dataset with its encoding, and the maps from its rows to those of the run."""
+    assert config.start_from is not None
+    record = StartRecord.load(config.run_dir)
+    if record is None:  # The config was not completed by `add_inherited`.
+        parent = Parent.find(config.start_from)
+        parent.record(config.start_from, {}).save(config.run_dir)
+    else:
+        parent = Parent.from_record(record)
+    parent.check_other_place(config.run_dir, (config.checkpoint_location, config.checkpoint.mirror))
+    before = parent.load_dataset(config.start.like)
+    return parent, before, map_rows(before, dataset, config.start.reset)
+
+
+def _check_state(config: RunConfig, parent: Parent, loaded: LoadedCheckpoint) -> None:
+    check_trainer_state(parent.checkpoint, loaded.state)
+    before, now = saved_average(loaded.state), config.train.average_spec
+    if "states" in config.start.load and before != now:
+        raise MesetaError(
+            f"start_from {str(parent.checkpoint)!r} has another average: train.average_weights was "
+            f"{before and before.kind!r}, and is {now and now.kind!r} now; set the keys train.average_* as in the "
+            "parent, or set --load tables,dense"
+        )
+
+
+def _load_dense(trainer: Trainer, parent: Parent, before: Dataset, loaded: LoadedCheckpoint) -> None:
+    config, world, where = trainer.config, trainer.world, f"start_from {str(parent.checkpoint)!r}"
+    world.run_on_rank_0(lambda: _check_same_model(where, parent, config, before, trainer.dataset))
+    if "states" not in config.start.load:
+        parameters = {name: value for name, value in loaded.dense.items() if name.startswith(MODEL_PREFIX)}
+        set_dense_parameters(trainer.model, parameters, where)
+        return
+    check_dense_optimizer(where, trainer.optimizer, loaded.state["dense_optimizer"], loaded.dense, loaded.step)
+    set_dense_tensors(trainer.model, trainer.optimizer, loaded.dense)
+    if any(name.startswith(AVERAGE_PREFIX) for name in loaded.dense):
+        trainer.average.set_tensors(loaded.dense, where)
+
+
+def _check_same_model(where: str, parent: Parent, config: RunConfig, before: Dataset, now: Dataset) -> None:
+    """Raise MesetaError if the dense part of the parent does not fit the config or the columns of the dataset."""
+    former = parent.load_config()
+    change = None if former is None else find_model_change(former, config)
+    if change is not None:
+        key, was, is_now = change
+        raise MesetaError(
+            f"{where} has another model: {key} was {was!r} and is {is_now!r} now; set it back, or reinitialize the "
+            "dense part with --reset dense"
+        )
+
+
+def _copy_unknown_rows(
+    shards: Sequence[TableStorage], masks: Mapping[str, NDArray[np.bool_]], first_rows: Mapping[str, NDArray[Any]]
+) -> None:
+    """Set new rows of vocabularies to row 0 of the parent."""
+    for shard in shards:
+        mask, row = masks.get(shard.spec.name), first_rows.get(shard.spec.name)
+        if mask is None or row is None:
+            continue
+        rows = np.flatnonzero(mask[slice(*shard.shard.rows)])
+        rows = rows[rows + shard.shard.rows[0] > 0]
+        values = row[:, slice(*shard.shard.columns)].repeat(len(rows), axis=0)
+        if len(rows):
+            shard.scatter(torch.from_numpy(rows), {ROW: values})
