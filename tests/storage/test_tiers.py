@@ -192,6 +192,10 @@ def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
         values = {name: as_stored(value[3:70] * 0.5).numpy() for name, value in contents(made)[0].items()}
         made.shards[0].write(3, values)
         made.shards[0].write(40, {ROW: values[ROW][:20]})
+        rows = torch.tensor([1, 7, 200, 499])
+        made.shards[0].scatter(rows, {name: value[:4] for name, value in values.items()})
+        made.shards[0].scatter(rows, {ROW: values[ROW][4:8]})
+        made.shards[0].scatter(torch.tensor([], dtype=torch.int64), {ROW: values[ROW][:0]})
     assert same(contents(tiered), contents(resident))
     frozen = [made.shards[0].snapshot() for made in (resident, tiered)]
     before = [{name: value.clone() for name, value in one.read(0, ROWS["big"]).items()} for one in frozen]
