@@ -39,13 +39,13 @@ def random_sources(draw: random.Random, num_saved: int, num_rows: int) -> np.nda
 
 def pairs(row_map: RowMap) -> set[tuple[int, int]]:
     """Return the pairs (saved row, row) of a map, from its parts."""
-    found = [
+    entries = [
         (int(one), int(other))
         for source, target in row_map.parts()
         for one, other in zip(np.arange(10_000)[source], np.arange(10_000)[target], strict=True)
     ]
-    assert len(found) == len(set(found)) == row_map.num_rows
-    return set(found)
+    assert len(entries) == len(set(entries)) == row_map.num_rows
+    return set(entries)
 
 
 @given(

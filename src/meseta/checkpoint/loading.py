@@ -67,7 +67,7 @@ class LoadedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource:
-    """What a table takes over from a checkpoint. Other rows and optimizer states remain unchanged."""
+    """Rows that a table takes over from a checkpoint. Other rows and optimizer states remain unchanged."""
 
     rows: RowMap
     """Map from rows of the checkpoint to rows of the table."""

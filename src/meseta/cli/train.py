@@ -365,7 +365,9 @@ _SPLIT_OPTIONS = (
 def _option_overrides(parameters: Mapping[str, Any]) -> list[str]:
     """Return the overrides of config keys that are options."""
     keys = {"baseline": "report.baseline", "start_from": "start_from", "like": "start.like"}
-    overrides = [f"{key}={json.dumps(str(parameters[name]))}" for name, key in keys.items() if parameters[name] is not None]
+    overrides = [
+        f"{key}={json.dumps(str(parameters[name]))}" for name, key in keys.items() if parameters[name] is not None
+    ]
     for name in ("load", "reset"):
         if (text := parameters[name]) is not None:
             overrides.append(f"start.{name}={json.dumps([one.strip() for one in text.split(',') if one.strip()])}")

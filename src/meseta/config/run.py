@@ -469,16 +469,16 @@ class StorageConfig(Section):
 
 
 StartPart = Literal["tables", "states", "dense"]
-"""Part of a checkpoint: rows, optimizer states of rows and of the dense part, or parameters of the dense part."""
+"""Part of a checkpoint."""
 
 
 class StartConfig(Section):
     load: tuple[StartPart, ...] = get_args(StartPart)
-    """Parts that are taken over from start_from: 'tables', 'states' of optimizers, and 'dense'."""
+    """Loaded parts. 'states' are those of optimizers."""
     reset: tuple[str, ...] = ()
-    """Tables, by the names of their features, that begin with initial rows, or 'dense' for the dense part."""
+    """Tables, by feature, with initial rows instead. 'dense' is the dense part."""
     like: LocalPath | None = None
-    """Folder of a dataset or run with the encoding of the checkpoint start_from, if that is in no run folder."""
+    """Dataset or run with the encoding of a checkpoint that is in no run folder."""
 
     @model_validator(mode="after")
     def _check(self) -> StartConfig:
@@ -500,7 +500,7 @@ class RunConfig(Section):
     start_from: Url | None = None
     """Run folder or checkpoint, also at a URL, whose weights this run starts with; None: initial weights."""
     start: StartConfig = StartConfig()
-    """What is taken over from start_from."""
+    """Parts of start_from to load."""
     seed: NonNegativeInt = 0
     """Random seed for the order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -164,8 +164,8 @@ class EvaluationTracker:
     def __init__(self, config: RunConfig, splits: Collection[str]) -> None:
         self.split = validation_split(splits)
         """Split whose evaluations are tracked."""
-        # A run may train on all its rows.
-        self._is_evaluated = self.split in splits or config.train.evaluates_during_training
+        # A run that starts from another one may train on all rows.
+        self._is_evaluated = self.split in splits or config.start_from is None or config.train.evaluates_during_training
         self.early_stopping = EarlyStopping(config.train.early_stopping, self.split)
         self._plateaus = {
             "embedding": PlateauTracker(config.embedding_schedule),

@@ -66,7 +66,7 @@ class Parent:
             raise
         except MesetaError as error:
             raise MesetaError(
-                f"start_from {record.start_from!r}: the run has no checkpoint of its own yet, and {error}; restore the "
+                f"start_from {record.start_from!r}: the run has no checkpoint yet, and {error}; restore the "
                 "parent, or start from another one with --force"
             ) from None
         if checksum != record.checksum:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def start_from_parent(trainer: Trainer) -> None:
     """Load the weights of the parent that the config names into a trainer without a checkpoint. Collective.
 
-    Rows of tables are matched by value. `start.load` and `start.reset` select what is loaded. Optimizer steps, the
+    Rows of tables are matched by value. `start.load` and `start.reset` select parts. Optimizer steps, the
     embedding step and the random state continue with the states, while steps, metrics and schedules begin at 0.
     Raises MesetaError, on all ranks, if the parent is missing, damaged or has changed since the run was started, or
     does not fit the config or the dataset.
