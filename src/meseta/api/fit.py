@@ -31,6 +31,7 @@ from meseta.train.interop.default_settings import default_run_dir
 
 Files = str | Path | Sequence[str | Path]
 """Files, folders, URLs or patterns of raw files."""
+_COMMAND_OPTIONS = ("schema", "split_by", "bad_rows", "start_from", "nproc")
 HeldOut = float | int | date | str | Path | Sequence[str | Path] | Rows | None
 """Rows of a split, see `fit`."""
 
@@ -51,6 +52,7 @@ def fit(
     ignore: Sequence[str] = (),
     split_by: Literal["time", "group"] | None = None,
     bad_rows: Literal["error", "skip"] = "error",
+    start_from: str | Path | None = None,
     config: str | Path | Mapping[str, Any] | RunConfig | None = None,
     run_dir: str | Path | None = None,
     nproc: int = 1,
@@ -70,8 +72,8 @@ def fit(
         time: Column of times. `None` finds it by its name.
         time_features: Columns of times whose hour, weekday and age become features, as names or patterns. `None` means
             the column of times. An empty list means no features.
-        buckets: Columns of numbers whose 20 buckets of equal size, or N for 'NAME=N', become features, as names or
-            patterns. `None` means all of up to 100 columns of numbers. An empty list means no features.
+        buckets: Columns of numbers whose 20 buckets of equal size ('NAME=N': N buckets) become features. `None` means
+            all of up to 100 columns. An empty list means no features.
         valid: Validation split, by which settings and the best weights are selected. It is one of:
             a number from 0 to below 1, the share of rows (0 means no split);
             the time at which the split begins: a larger number (s, ms, us or ns since 1970, by its size), a date, a
@@ -86,6 +88,7 @@ def fit(
         ignore: Columns that are left out, as names or patterns.
         split_by: Whether shares are the last rows by time, or whole groups. `None` draws rows.
         bad_rows: Whether rows of files that cannot be parsed are an error or skipped.
+        start_from: Run or checkpoint with the first weights and settings. All rows are trained on by default.
         config: Settings of the run, as for `meseta train`.
         run_dir: Folder of the run. `None` takes that of `config`, or a new folder below runs/.
         nproc: Number of ranks on this machine.
@@ -96,7 +99,7 @@ def fit(
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    options = {**columns, "schema": schema, "split_by": split_by, "bad_rows": bad_rows, "nproc": nproc}
+    options = {**columns, **{name: arguments[name] for name in _COMMAND_OPTIONS}}
     with _open_spool(folder) as spool:
         paths = file_paths(data, spool)
         command = ["train", str(spool / "config.yaml"), *(part for path in paths for part in ("--data", path))]

@@ -498,7 +498,7 @@ class RunConfig(Section):
     run_dir: LocalPath
     """Folder for all files of the run."""
     start_from: Url | None = None
-    """Run folder or checkpoint, also at a URL, whose weights this run starts with; None: initial weights."""
+    """Run folder or checkpoint, also at a URL, with the first weights; None: initial ones."""
     start: StartConfig = StartConfig()
     """Parts of start_from to load."""
     seed: NonNegativeInt = 0
