@@ -95,11 +95,10 @@ def fit(
         callbacks: Objects that this process calls with the events of the run. They may stop it.
     """
     arguments = locals()
-    columns = {name: arguments[name] for name in COLUMN_OPTIONS}
     document = _config_document(config)
     folder = _choose_run_dir(run_dir, document, data)
     document["run_dir"] = str(folder)
-    options = {**columns, **{name: arguments[name] for name in _COMMAND_OPTIONS}}
+    options = {name: arguments[name] for name in (*COLUMN_OPTIONS, *_COMMAND_OPTIONS)}
     with _open_spool(folder) as spool:
         paths = file_paths(data, spool)
         command = ["train", str(spool / "config.yaml"), *(part for path in paths for part in ("--data", path))]
