@@ -29,6 +29,8 @@ from meseta.config.models.interactions import (
     MaskNetConfig,
     WukongConfig,
 )
+from meseta.models.carry import RESET_HINT
+from meseta.models.columns import InputColumns, describe_changes
 from meseta.models.custom import make_custom_model
 from meseta.models.interactions.deep_cross import make_dcnv2, make_gdcn
 from meseta.models.interactions.dhen import make_dhen
@@ -56,19 +58,21 @@ class ModelEntry:
     """Constructor that takes an object of the config section's class."""
     predicts_all_labels: bool = False
     """Whether logits have the shape [B, T]. Other models predict one label, with logits of shape [B]."""
+    can_change_columns: bool = False
+    """Whether the model has `column_axes`, so that a run can continue it with other columns."""
 
 
 MODELS: dict[type[ModelConfig], ModelEntry] = {
     AutoIntConfig: ModelEntry(make_autoint),
-    DLRMConfig: ModelEntry(make_dlrm),
-    DLRMDCNv2Config: ModelEntry(make_dlrm_dcnv2),
-    FMConfig: ModelEntry(make_fm),
-    DeepFMConfig: ModelEntry(make_deepfm),
-    LogisticRegressionConfig: ModelEntry(make_logistic_regression),
-    MMoEConfig: ModelEntry(make_mmoe, predicts_all_labels=True),
-    WideDeepConfig: ModelEntry(make_wide_deep),
+    DLRMConfig: ModelEntry(make_dlrm, can_change_columns=True),
+    DLRMDCNv2Config: ModelEntry(make_dlrm_dcnv2, can_change_columns=True),
+    FMConfig: ModelEntry(make_fm, can_change_columns=True),
+    DeepFMConfig: ModelEntry(make_deepfm, can_change_columns=True),
+    LogisticRegressionConfig: ModelEntry(make_logistic_regression, can_change_columns=True),
+    MMoEConfig: ModelEntry(make_mmoe, predicts_all_labels=True, can_change_columns=True),
+    WideDeepConfig: ModelEntry(make_wide_deep, can_change_columns=True),
     XDeepFMConfig: ModelEntry(make_xdeepfm),
-    DCNv2Config: ModelEntry(make_dcnv2),
+    DCNv2Config: ModelEntry(make_dcnv2, can_change_columns=True),
     DHENConfig: ModelEntry(make_dhen),
     FinalMLPConfig: ModelEntry(make_finalmlp),
     FinalNetConfig: ModelEntry(make_final),
@@ -128,3 +132,15 @@ def make_model(
             "remove them, or add hidden layers to its MLPs"
         )
     return model
+
+
+def check_columns(config: ModelConfig, before: InputColumns, now: InputColumns) -> None:
+    """Raise MesetaError if the columns differ and the model of a config section cannot change its columns."""
+    changes = describe_changes(before, now)
+    entry = MODELS.get(type(config))
+    if changes and not (entry and entry.can_change_columns):
+        able = (name for name, section in model_sections().items() if MODELS[section].can_change_columns)
+        raise MesetaError(
+            f"model.name {config.name!r} cannot change its columns ({changes}); {RESET_HINT}; models that can: "
+            f"{', '.join(able)}"
+        )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from meseta.config.models.interactions import Activation, CrossKind, DCNv2Config, GDCNConfig, Structure
+from meseta.models.columns import ColumnAxes, InputColumns, InputLabel, ParameterAxes, initial, reading
 from meseta.models.layers import (
     MLP,
     MLPOptions,
@@ -69,6 +70,16 @@ class FullCross(nn.Module):
         layers = cast(Sequence[nn.Linear], self.layers)
         return cross_network(x0, [], [layer.weight for layer in layers], [layer.bias for layer in layers])
 
+    def label_axes(self, name: str, labels: Sequence[InputLabel]) -> dict[str, ParameterAxes]:
+        """Return the axes of all parameters, given the labels of the inputs and the path of the network."""
+        # Outputs of new inputs, which the next layer reads with weights of zero, start as usual.
+        outputs = initial(labels)
+        axes: dict[str, ParameterAxes] = {}
+        for layer in range(len(self.layers)):
+            axes[f"{name}.layers.{layer}.weight"] = outputs, reading(labels)
+            axes[f"{name}.layers.{layer}.bias"] = (outputs,)
+        return axes
+
 
 class LowRankCross(nn.Module):
     """Low-rank cross layers (arXiv 2008.13535, section 3): x_{l+1} = x_0 * (U_l (V_l x_l) + b_l) + x_l."""
@@ -83,6 +94,10 @@ class LowRankCross(nn.Module):
         return cross_network(
             x0, [layer.weight for layer in down], [layer.weight for layer in up], [layer.bias for layer in up]
         )
+
+    def label_axes(self, name: str, labels: Sequence[InputLabel]) -> dict[str, ParameterAxes]:
+        """Return the axes of all parameters, given the labels of the inputs and the path of the network."""
+        return _factor_axes(name, labels, len(self.down), readers=("down",))
 
 
 class MixtureCross(nn.Module):
@@ -112,6 +127,21 @@ class MixtureCross(nn.Module):
             gated = torch.stack(inside, dim=1) * softmax(gates(x))[..., None]  # [B, experts, rank]
             x = add_product(x, x0, up(gated.flatten(1)))
         return x
+
+    def label_axes(self, name: str, labels: Sequence[InputLabel]) -> dict[str, ParameterAxes]:
+        """Return the axes of all parameters, given the labels of the inputs and the path of the network."""
+        return _factor_axes(name, labels, len(self.down), readers=("gates", "down"))
+
+
+def _factor_axes(
+    name: str, labels: Sequence[InputLabel], num_layers: int, readers: Sequence[str]
+) -> dict[str, ParameterAxes]:
+    """Return the axes of low-rank layers, given the names of the matrices that read their inputs."""
+    axes: dict[str, ParameterAxes] = {}
+    for layer in range(num_layers):
+        axes |= {f"{name}.{part}.{layer}.weight": (None, reading(labels)) for part in readers}
+        axes |= {f"{name}.up.{layer}.weight": (initial(labels), None), f"{name}.up.{layer}.bias": (initial(labels),)}
+    return axes
 
 
 class GatedCross(nn.Module):
@@ -222,6 +252,17 @@ class DCNv2(DeepCrossModel):
         if isinstance(self.cross, MixtureCross):
             for index, inner in enumerate(self.cross.inner):  # The matrices C, like those of `fill_linear`.
                 fill_normal(inner, math.sqrt(1.0 / self.cross.rank), seed, f"cross.inner.{index}")
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        labels = [*columns.dense_labels(), *columns.sparse_labels()]
+        axes: dict[str, ParameterAxes] = cast(Any, self.cross).label_axes("cross", labels)
+        axes["deep_mlp.0.weight"] = None, reading(labels)
+        if self.head is not None:
+            num_hidden = self.head.in_features - self.num_dense - self.pooled_width
+            hidden = [InputLabel(frozenset(), unit) for unit in range(num_hidden)]
+            axes["head.weight"] = None, reading([*labels, *hidden])
+        return ColumnAxes(axes)
 
 
 def make_dcnv2(config: DCNv2Config, request: ModelBuildArgs) -> DCNv2:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, cast
 
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMConfig
+from meseta.models.columns import BOTTOM, ColumnAxes, InputColumns, ParameterAxes, reading
 from meseta.models.layers import MLP, MLPOptions, ModelBuildArgs, ScoringModel, check_widths, fill_normal
 from meseta.ops.concat import concat
 from meseta.ops.dot_interaction import dot_interaction
@@ -23,6 +24,7 @@ class DLRMBase(ScoringModel):
 
     def set_bottom_mlp(self, widths: Sequence[int], options: MLPOptions | None) -> None:
         """Create the bottom MLP with ReLU after each layer."""
+        self.bottom_width = widths[-1]
         self.bottom_mlp = (
             MLP([self.num_dense, *widths], relu_last=True, options=options, name="bottom_mlp")
             if self.num_dense
@@ -31,6 +33,11 @@ class DLRMBase(ScoringModel):
 
     def encode_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
         return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
+
+    def axes_of_interaction(self, columns: InputColumns, interaction: Mapping[str, ParameterAxes]) -> ColumnAxes:
+        """Return all axes indexed by columns, given those of the layers that read the bottom MLP's output."""
+        bottom = None, reading(columns.dense_labels())
+        return ColumnAxes({"bottom_mlp.0.weight": bottom, **interaction}, modules={"bottom_mlp": BOTTOM})
 
     def mlp_layers(self) -> Iterator[tuple[str, nn.Linear]]:
         """Yield (name in the model, layer) of the linear layers of both MLPs."""
@@ -93,6 +100,12 @@ class DLRM(DLRMBase):
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         return self.top_mlp(self._interact(x, pooled), self.batch_slice).squeeze(1)
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        pairs = columns.pair_labels() if self.interaction == "dot" else []
+        top_inputs = [*columns.bottom_labels(self.bottom_width), *(pairs or columns.sparse_labels())]
+        return self.axes_of_interaction(columns, {"top_mlp.0.weight": (None, reading(top_inputs))})
 
     def _interact(self, x: Tensor, pooled: Tensor) -> Tensor:
         if not self.has_pairs:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DLRMDCNv2Config
+from meseta.models.columns import ColumnAxes, InputColumns, reading
 from meseta.models.interactions.deep_cross import LowRankCross
 from meseta.models.layers import MLP, MLPOptions, ModelBuildArgs, check_widths, fill_linear, fill_uniform
 from meseta.models.ranking.dlrm import DLRMBase
@@ -64,6 +65,12 @@ class DLRMDCNv2(DLRMBase):
 
     def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         return self.top_mlp(self.cross(concat(x, pooled, x.dtype)), self.batch_slice).squeeze(1)
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        labels = [*columns.bottom_labels(self.bottom_width), *columns.sparse_labels()]
+        top = {"top_mlp.0.weight": (None, reading(labels))}
+        return self.axes_of_interaction(columns, {**self.cross.label_axes("cross", labels), **top})
 
     def _set_initial_weights(self, seed: int) -> None:
         # MLPs: weights and biases uniform within 1 / sqrt(inputs), the default of torch.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import DeepFMConfig, FMConfig
+from meseta.models.columns import ColumnAxes, InputColumns, initial, reading
 from meseta.models.layers import (
     MLP,
     FieldVectors,
@@ -55,6 +57,12 @@ class FM(ScoringModel):
         weighted, of_dense = x
         return weighted + weights.sum(dim=1) + sum_over_pairs(torch.cat([of_dense, vectors], dim=1))
 
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        dense = reading(columns.dense_labels())
+        parameters = {"first_order.dense.weight": (None, dense), "fields.dense_vectors": (dense, None)}
+        return ColumnAxes(parameters, zero_row_columns=slice(None))
+
 
 class DeepFM(FM):
     """DeepFM: sum of a factorization machine and an MLP on the same vectors (arXiv 1703.04247, section 2.1).
@@ -93,6 +101,13 @@ class DeepFM(FM):
         fields = torch.cat([of_dense, vectors], dim=1)
         shallow = weighted + weights.sum(dim=1) + sum_over_pairs(fields)
         return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        axes = super().column_axes(columns)
+        # New vectors are zero because of the factorization machine, so the weights that read them must not be.
+        fields = initial([*columns.dense_labels(self.fields.width), *columns.sparse_labels(num_weights=1)])
+        return replace(axes, parameters={**axes.parameters, "deep_mlp.0.weight": (None, fields)})
 
 
 def make_fm(config: FMConfig, request: ModelBuildArgs) -> FM:

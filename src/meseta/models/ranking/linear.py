@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import LogisticRegressionConfig, WideDeepConfig
+from meseta.models.columns import ColumnAxes, InputColumns, reading
 from meseta.models.layers import (
     MLP,
     FirstOrderTerm,
@@ -49,6 +50,10 @@ class LogisticRegression(ScoringModel):
 
     def logits(self, x: Float[Tensor, "B 1"], pooled: Float[Tensor, "B num_features"]) -> Float[Tensor, " B"]:
         return x.squeeze(1) + pooled.sum(dim=1)
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        return ColumnAxes({"linear.weight": (None, reading(columns.dense_labels()))}, zero_row_columns=slice(None))
 
 
 def make_logistic_regression(config: LogisticRegressionConfig, request: ModelBuildArgs) -> LogisticRegression:
@@ -104,6 +109,17 @@ class WideDeep(ScoringModel):
         # Only the MLP computes in the type of `options`.
         deep = torch.cat([dense, vectors.flatten(1)], dim=1)
         return weighted + weights.sum(dim=1) + self.deep_mlp(deep, self.batch_slice).squeeze(1)
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        dense = columns.dense_labels()
+        return ColumnAxes(
+            {
+                "first_order.dense.weight": (None, reading(dense)),
+                "deep_mlp.0.weight": (None, reading([*dense, *columns.sparse_labels(num_weights=1)])),
+            },
+            zero_row_columns=slice(-1, None),
+        )
 
 
 def make_wide_deep(config: WideDeepConfig, request: ModelBuildArgs) -> WideDeep:

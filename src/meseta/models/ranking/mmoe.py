@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config.models.classic import MMoEConfig
+from meseta.models.columns import ColumnAxes, InputColumns, reading
 from meseta.models.layers import (
     MLP,
     MLPOptions,
@@ -85,6 +86,12 @@ class MMoE(ScoringModel):
             share = softmax(gate(x)).to(seen.dtype)
             logits.append(tower((share[..., None] * seen).sum(dim=1), self.batch_slice))
         return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
+
+    def column_axes(self, columns: InputColumns) -> ColumnAxes:
+        """Return the axes indexed by columns, see `ColumnAxes`."""
+        inputs = None, reading([*columns.dense_labels(), *columns.sparse_labels()])
+        experts = {f"experts.{index}.0.weight": inputs for index in range(len(self.experts))}
+        return ColumnAxes({**experts, **{f"gates.{task}.weight": inputs for task in range(len(self.gates))}})
 
     def _set_initial_weights(self, seed: int) -> None:
         # Matrices from N(0, 2 / (inputs + outputs)), biases with zeros.
