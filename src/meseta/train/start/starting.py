@@ -18,8 +18,12 @@ from meseta.checkpoint.manifest import QUANTIZED
 from meseta.checkpoint.row_map import RowMap
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
+from meseta.models.carry import carry_over
+from meseta.models.columns import InputColumns
+from meseta.models.registry import check_columns
 from meseta.spec import MesetaError
-from meseta.storage import ROW, TableStorage
+from meseta.storage import ROW, TableStorage, as_stored
+from meseta.storage.tiered import TRANSFER_CHUNK_ROWS
 from meseta.train.setup.config_changes import find_model_change
 from meseta.train.start.parent import Parent
 from meseta.train.start.row_sources import DENSE_PART, map_rows, new_row_masks
@@ -100,19 +104,40 @@ def _check_state(config: RunConfig, parent: Parent, loaded: LoadedCheckpoint) ->
 
 def _load_dense(trainer: Trainer, parent: Parent, before: Dataset, loaded: LoadedCheckpoint) -> None:
     config, world, where = trainer.config, trainer.world, f"start_from {str(parent.checkpoint)!r}"
-    world.run_on_rank_0(lambda: _check_same_model(where, parent, config, before, trainer.dataset))
+    world.run_on_rank_0(lambda: _check_same_model(where, parent, config))
+    widths = {name: entry["embedding_dim"] for name, entry in loaded.manifest["tables"].items()}
+    saved = InputColumns(
+        tuple(column.name for column in before.dense),
+        tuple((feature.name, widths[feature.name]) for feature in before.sparse),
+    )
+    embeddings = trainer.model.embeddings
+    columns = InputColumns.from_embeddings((column.name for column in trainer.dataset.dense), embeddings)
+    check_columns(config.model, saved, columns)
+    carried = carry_over(loaded.dense, saved, trainer.model, columns)
+    run_on_all_ranks(world, lambda: _set_columns_to_zero(embeddings.shards, carried.zero_table_columns))
     if "states" not in config.start.load:
-        parameters = {name: value for name, value in loaded.dense.items() if name.startswith(MODEL_PREFIX)}
+        parameters = {name: value for name, value in carried.tensors.items() if name.startswith(MODEL_PREFIX)}
         set_dense_parameters(trainer.model, parameters, where)
         return
     check_dense_optimizer(where, trainer.optimizer, loaded.state["dense_optimizer"], loaded.dense, loaded.step)
-    set_dense_tensors(trainer.model, trainer.optimizer, loaded.dense)
-    if any(name.startswith(AVERAGE_PREFIX) for name in loaded.dense):
-        trainer.average.set_tensors(loaded.dense, where)
+    set_dense_tensors(trainer.model, trainer.optimizer, carried.tensors)
+    if any(name.startswith(AVERAGE_PREFIX) for name in carried.tensors):
+        trainer.average.set_tensors(carried.tensors, where)
 
 
-def _check_same_model(where: str, parent: Parent, config: RunConfig, before: Dataset, now: Dataset) -> None:
-    """Raise MesetaError if the dense part of the parent does not fit the config or the columns of the dataset."""
+def _set_columns_to_zero(shards: Sequence[TableStorage], zeros: Mapping[str, slice]) -> None:
+    """Set columns of the rows of new tables to zero, by table."""
+    for shard in (shard for shard in shards if shard.spec.name in zeros):
+        columns, (low, high) = zeros[shard.spec.name], shard.shard.columns
+        first, last = (min(max(end, low), high) - low for end in (columns.start, columns.stop))
+        for start in range(0, shard.shard.num_rows if first < last else 0, TRANSFER_CHUNK_ROWS):
+            rows = shard.read(start, min(start + TRANSFER_CHUNK_ROWS, shard.shard.num_rows))[ROW].clone()
+            rows[:, first:last] = 0
+            shard.write(start, {ROW: as_stored(rows).cpu().numpy()})
+
+
+def _check_same_model(where: str, parent: Parent, config: RunConfig) -> None:
+    """Raise MesetaError if the config defines another model than that of the parent."""
     former = parent.load_config()
     change = None if former is None else find_model_change(former, config)
     if change is not None:
