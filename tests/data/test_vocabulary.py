@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, read_split, write_tsv
+from meseta.data.dataset.growth import GrowthRule, VocabularyParts, grow_vocabulary
 from meseta.data.dataset.vocabulary import VocabularyCounter, count_values
 from meseta.data.prepare import PrepareOptions, prepare
 
@@ -48,6 +49,7 @@ def test_prepare_with_vocabularies(tmp_path: Path) -> None:
             "value": [None, *rows],
             "id": list(range(len(rows) + 1)),
             "count": [unknown, *(counts[value] for value in rows)],
+            "last": [1] * (len(rows) + 1),
         }
 
 
@@ -72,7 +74,8 @@ def test_counts_do_not_depend_on_memory(tmp_path: Path, budget_bytes: int) -> No
     for start in range(0, len(values), 500):
         counter.add(count_values(pa.array(values[start : start + 500])))
     assert any((tmp_path / "spill").iterdir()) == (budget_bytes < 1 << 30)
-    vocabulary = counter.finish(tmp_path, min_count=3, hash_seed=0)
+    rule = GrowthRule(min_count=3)
+    vocabulary = grow_vocabulary("f/1", counter.partitions(), VocabularyParts.empty(), rule, 0, tmp_path)
     kept = {value: count for value, count in Counter(values).items() if count >= 3}
     table = pq.read_table(tmp_path / vocabulary.path)
     assert vocabulary.path == "vocabulary/f%2F1.parquet"

@@ -30,7 +30,7 @@ MAX_SHOWN_SHARES = 10
 """Maximum number of features to list in a table or in warnings."""
 COLUMN_ARGUMENTS = ("label", "dense", "sparse", "multi_valued", "ignore", "time_column", "time_features", "buckets")
 """Arguments of commands that name columns."""
-_COLUMNS_PANEL, _SPLITS_PANEL = "Column types", "Splits"
+_COLUMNS_PANEL, _SPLITS_PANEL, _LIKE_PANEL = "Column types", "Splits", "Rows like earlier ones"
 TestFractionOption = Annotated[
     float | None,
     typer.Option(
@@ -194,6 +194,48 @@ _LikeOption = Annotated[
         "--like",
         metavar="DATASET|RUN",
         help="Encode the rows like those of this dataset, or of the dataset of this run. They may lack labels.",
+        rich_help_panel=_LIKE_PANEL,
+    ),
+]
+_AsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        metavar="test|train",
+        help="With --like, split of the rows. train: the next training rows, which options may split further.",
+        show_default="test",
+        rich_help_panel=_LIKE_PANEL,
+    ),
+]
+_GrowOption = Annotated[
+    bool,
+    typer.Option(
+        "--grow",
+        help="With --like, add frequent values of the rows to the vocabularies. Implies --as train.",
+        rich_help_panel=_LIKE_PANEL,
+    ),
+]
+_RecountOption = Annotated[
+    bool,
+    typer.Option(
+        "--recount",
+        help="With --like, count vocabularies from these rows alone. Implies --as train.",
+        rich_help_panel=_LIKE_PANEL,
+    ),
+]
+_RetireAfterOption = Annotated[
+    int | None,
+    typer.Option(
+        help="With --grow, free the rows of values without an occurrence in this number of parts.",
+        show_default="never",
+        rich_help_panel=_LIKE_PANEL,
+    ),
+]
+_WithoutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="With --like and --as train, columns or features of the earlier dataset to leave out.",
+        rich_help_panel=_LIKE_PANEL,
     ),
 ]
 _HashRowsOption = Annotated[
@@ -208,14 +250,26 @@ _RecipeOnlyOption = Annotated[
         "--recipe-only", help="Write no rows, only a recipe by which readers encode the raw files on the fly."
     ),
 ]
-_LIKE_OPTIONS = {"sources", "out", "like", "force", "encoding", "bad_rows", "max_bad_rows", "quiet", "verbose"}
-"""Options that may be combined with --like."""
+_LIKE_OPTIONS = {
+    *("sources", "out", "like", "as_split", "force", "encoding", "bad_rows", "max_bad_rows", "quiet", "verbose"),
+}
+"""Options that may be combined with --like if it makes a test split."""
+_TRAIN_OPTIONS = {
+    *("test_fraction", "test_files", "test_after", "valid_fraction", "valid_files", "valid_after", "split_by"),
+    *("dense", "sparse", "multi_valued", "schema", "without", "max_candidates", "label"),
+}
+"""Options that may be combined with --like if it makes training rows."""
 
 
 def prepare(
     sources: _SourcesArgument,
     out: Annotated[Path, typer.Option(help="Folder to create.")],
     like: _LikeOption = None,
+    as_split: _AsOption = None,
+    grow: _GrowOption = False,
+    recount: _RecountOption = False,
+    retire_after: _RetireAfterOption = None,
+    without: _WithoutOption = None,
     test_fraction: TestFractionOption = None,
     test_files: TestFilesOption = None,
     test_after: TestAfterOption = None,
@@ -227,6 +281,9 @@ def prepare(
     hash_rows: _HashRowsOption = None,
     vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Map frequent values to rows, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary, minimum number of occurrences of a value.")] = 10,
+    max_candidates: Annotated[
+        int, typer.Option(help="With a vocabulary, maximum number of rarer values to count per feature.")
+    ] = 10_000_000,
     label: LabelOption = None,
     dense: DenseOption = None,
     sparse: SparseOption = None,
@@ -248,7 +305,8 @@ def prepare(
     """Convert raw click logs to a dataset for `meseta train`: Parquet files and a dataset.json."""
     arguments = locals()
     CurrentDetail.choose("prepare", quiet=quiet, verbose=verbose)
-    if like is not None:
+    trains = _check_as_split(as_split, like, is_counted=grow or recount)
+    if like is not None and not trains:
         _check_like_options(arguments)
         _prepare_like(sources, out, like, force, {"encoding": encoding, **bad_row_options(bad_rows, max_bad_rows)})
         return
@@ -270,6 +328,12 @@ def prepare(
         hash_rows_by_feature=rows_by_feature,
         vocabulary=vocabulary,
         min_count=min_count,
+        max_candidates=max_candidates,
+        like=like,
+        grow=grow,
+        recount=recount,
+        retire_after=retire_after,
+        without=[name for entry in without or () for name in comma_list(entry)],
         **column_options(arguments),
         schema=schema,
         encoding=encoding,
@@ -280,6 +344,17 @@ def prepare(
     (_print_schema if print_schema else run_prepare)(options)
 
 
+def _check_as_split(as_split: str | None, like: Path | None, *, is_counted: bool) -> bool:
+    """Whether rows like earlier ones are training rows. Raises MesetaError if the options exclude each other."""
+    if as_split not in (None, "test", "train"):
+        raise MesetaError(f"prepare: --as must be test or train, got {as_split!r}")
+    if as_split is not None and like is None:
+        raise MesetaError("prepare: --as needs an earlier dataset; add --like DATASET|RUN")
+    if as_split == "test" and is_counted:
+        raise MesetaError("prepare: --as test excludes --grow and --recount, which need training rows; omit one")
+    return as_split == "train" or is_counted
+
+
 def _check_like_options(chosen: Mapping[str, Any]) -> None:
     """Raise MesetaError if `chosen`, the arguments of `prepare`, has options that the earlier dataset determines."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(prepare).parameters.items()}
@@ -287,7 +362,10 @@ def _check_like_options(chosen: Mapping[str, Any]) -> None:
     names = [name for name, value in chosen.items() if value not in (defaults[name], None, [])]
     if excluded := sorted({*names} - _LIKE_OPTIONS):
         options = ", ".join(f"--{name.removesuffix('_column').replace('_', '-')}" for name in excluded)
-        raise MesetaError(f"prepare: {options} cannot be combined with --like, which determines the encoding; omit one")
+        hint = ", or make training rows with --as train" if {*excluded} <= _TRAIN_OPTIONS else ""
+        raise MesetaError(
+            f"prepare: {options} cannot be combined with --like, which determines the encoding; omit one{hint}"
+        )
 
 
 def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, chosen: dict[str, Any]) -> None:
@@ -343,19 +421,33 @@ def run_prepare(options: PrepareOptions, command: str = "the same command", *, i
 
     A quiet command prints one line if `is_result`, and which rows and values it omitted.
     """
+    from meseta.data.prepare.continuation import missing_counts_note
     from meseta.data.prepare.run import prepare
 
     start_s = time.perf_counter()
+    if note := missing_counts_note(options):
+        typer.echo(f"note: {note}", err=True)
     with progress_bar() as progress:
-        by_chance = options.split_rule("test") == "fraction" and options.split_by is None
+        by_chance = options.split_rule("test") == "fraction" and options.split_by is None and options.like is None
         show = partial(print_layout, has_schema=options.schema is not None, is_random_split=by_chance, command=command)
-        dataset = prepare(options, progress, None if CurrentDetail.is_quiet() else show)
+        dataset = prepare(options, progress, None if CurrentDetail.is_quiet() or options.like is not None else show)
     print_summary(dataset, options.out, time.perf_counter() - start_s, is_result=is_result)
     if not CurrentDetail.is_quiet():
         _print_dates(dataset)
+        _print_growth(dataset)
         if options.valid_by_time and dataset.time is not None:
             _print_valid_rule(dataset)
     return dataset
+
+
+def _print_growth(dataset: Dataset) -> None:
+    """Print how many values got and lost rows in the vocabularies, largest change first."""
+    changes = [(f.num_added + f.num_retired, f) for f in dataset.sparse if f.num_added or f.num_retired]
+    for _, feature in sorted(changes, key=lambda change: -change[0])[:MAX_SHOWN_SHARES]:
+        retired = f", {feature.num_retired:,} retired" if feature.num_retired else ""
+        typer.echo(f"  {feature.name}: {feature.num_added:,} new values{retired}, {feature.num_embeddings:,} rows")
+    if len(changes) > MAX_SHOWN_SHARES:
+        typer.echo(f"  and {len(changes) - MAX_SHOWN_SHARES} more features with new or retired values")
 
 
 def _print_dates(dataset: Dataset) -> None:

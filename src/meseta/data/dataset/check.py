@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.columns import dataset_columns, find_violations
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.dataset.growth import Candidates
 from meseta.data.dataset.part_files import PART_ERRORS, open_part
 from meseta.data.dataset.queues import run_in_order
 from meseta.data.dataset.records import DataFile, SparseFeature
@@ -75,7 +76,8 @@ def check_dataset(path: str | Path, on_rows: Callable[[int, int], None] | None =
     """
     dataset = Dataset.load(path)
     dataset.check_has_files("`meseta data check`")
-    faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_touched_faults(dataset)]
+    faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_candidates_faults(dataset)]
+    faults += _touched_faults(dataset)
     total = sum(split.num_rows for split in dataset.splits.values())
     num_rows = 0
     num_threads = choose_num_threads().number
@@ -112,7 +114,7 @@ def _stray_files(dataset: Dataset) -> Iterator[Fault]:
         PREPARE_RECORD_FILE,
         STATISTICS_PAGE,
         *named,
-        *(f.vocabulary for f in dataset.sparse if f.vocabulary),
+        *(path for f in dataset.sparse for path in (f.vocabulary, f.candidates) if path),
     }
     known |= {dataset.touched} if dataset.touched else set()
     present = sorted(path for path in dataset.dir.rglob("*") if path.is_symlink() or not path.is_dir())
@@ -298,13 +300,23 @@ def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
             yield Fault(object=where, rule=rule, value=str(table.num_rows))
         elif not np.array_equal(table["id"].to_numpy(), np.arange(table.num_rows)):
             yield Fault(object=where, rule="ids must be 0, 1, 2, ...", value="others")
-        elif table["value"].slice(1).null_count:
+        elif table["value"].slice(1).null_count and feature.vocabulary_digest is None:
             yield Fault(object=where, rule="only row 0 may be without a value", value="others")
         elif feature.vocabulary_digest is not None:
             digest = values_digest(combine_chunks(table["value"].slice(1)))
             if digest != feature.vocabulary_digest:
                 rule = f"the SHA-256 of the values must be {feature.vocabulary_digest[:16]}..., as in {DATASET_FILE}"
                 yield Fault(object=where, rule=rule, value=f"{digest[:16]}...")
+
+
+def _candidates_faults(dataset: Dataset) -> Iterator[Fault]:
+    for feature in dataset.sparse:
+        if feature.candidates is not None:
+            try:
+                Candidates.load(dataset.dir, feature)
+            except MesetaError as error:
+                rule = "the file must have hashes and counts of values without a row"
+                yield Fault(object=feature.candidates, rule=rule, value=error.reason)
 
 
 def _touched_faults(dataset: Dataset) -> Iterator[Fault]:

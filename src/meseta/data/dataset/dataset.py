@@ -141,6 +141,11 @@ class Dataset(FrozenRecord):
     recipe: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of recipe.json, if readers make the rows from the raw files, see `meseta.data.recipe`. `None` if the
     splits have Parquet files."""
+    min_count: int | None = Field(default=None, ge=1)
+    """Count from which on a value has its own row in a vocabulary. `None` without vocabularies, or if it was not
+    recorded."""
+    part: int = Field(default=1, ge=1, lt=1 << 31)
+    """Number of parts whose values the vocabularies contain. Each `meseta prepare --grow` adds one."""
     without: tuple[ColumnName, ...] = ()
     """Columns of the sources that are not features, because a config leaves them out (`data.without`)."""
     can_lack_labels: bool = Field(default=False, exclude=True)
@@ -260,6 +265,7 @@ class Dataset(FrozenRecord):
             raise ValueError(f"column {sorted(twice)[0]!r} is named twice")
         files = [file.path for split in self.splits.values() for file in split.files]
         vocabularies = [feature.vocabulary for feature in self.sparse if feature.vocabulary is not None]
+        vocabularies += [feature.candidates for feature in self.sparse if feature.candidates is not None]
         vocabularies += [] if self.touched is None else [self.touched]
         if self.source_form is not None:
             self._check_form(self.source_form)
@@ -343,14 +349,17 @@ class Dataset(FrozenRecord):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, which `from_dict` reads."""
-        document: dict[str, Any] = self.model_dump(mode="json", exclude={"recipe"} if self.recipe is None else None)
+        defaults = {"recipe": None, "min_count": None, "part": 1}
+        omitted = {name for name, value in defaults.items() if getattr(self, name) == value}
+        document: dict[str, Any] = self.model_dump(mode="json", exclude=omitted)
         # Earlier versions refuse unknown keys, so newer keys are left out if they are empty.
         parts = [
             (document, "num_unlabelled"),
             (document, "without"),
             *((split, "known") for split in document["splits"].values()),
         ]
-        parts += [(feature, "test_lookups") for feature in document["sparse"]]
+        keys = ("test_lookups", "candidates", "num_added", "num_retired")
+        parts += [(feature, key) for feature in document["sparse"] for key in keys]
         if self.source_form is not None:
             parts += [(document["source_form"], key) for key in ("label_rules", "whole_numbers", "number_format")]
         for part, key in parts:

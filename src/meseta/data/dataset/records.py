@@ -130,12 +130,19 @@ class SparseFeature(SparseEncoding):
     """Sparse feature with its encoding and statistics."""
 
     vocabulary: InnerPath | None = None
-    """Path of a Parquet file with the columns value, id and count, relative to the dataset. `None` without a
+    """Path of a Parquet file with the columns value, id, count and last, relative to the dataset. `None` without a
     vocabulary."""
+    candidates: InnerPath | None = None
+    """Path of a Parquet file with hashes and counts of values without a row, see `meseta.data.dataset.growth`. `None`
+    if they were not recorded."""
+    num_added: Count = 0
+    """Number of values that the last part added to the vocabulary of earlier parts."""
+    num_retired: Count = 0
+    """Number of values of earlier parts that lost their row in the last part."""
     statistics: SparseStatistics
     test_lookups: LookupCounts | None = None
-    """Lookups in the test split that was made with the training split of `statistics`. `None` if that split has no ids,
-    or if unseen values cannot be counted."""
+    """Lookups in the test split that was made with the training split of `statistics`, or in the last earlier one if
+    there is none. `None` if that split has no ids, or if unseen values cannot be counted."""
 
 
 class DataFile(FrozenRecord):

@@ -245,18 +245,21 @@ def count_unseen(ids: NDArray[np.integer], seen: NDArray[np.uint8] | None) -> in
 class LookupCounter:
     """Thread-safe counter of the lookups of one feature in the test split, and of the unseen values among them."""
 
-    def __init__(self, training: FeatureStatistics | None) -> None:
+    def __init__(self, training: FeatureStatistics | None, earlier: NDArray[np.uint8] | None = None) -> None:
         """Create an empty counter.
 
         `training` is the statistics of a hashed feature. It must be complete before the first window is added. `None`
-        means that the feature has a vocabulary.
+        means that the feature has a vocabulary. `earlier` is the rows that earlier parts looked up, like
+        `FeatureStatistics.touched_bits`.
         """
         self._training = training
+        self._earlier = earlier
         self._num_lookups = self._num_unseen = 0
         self._lock = threading.Lock()
 
     def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
-        num_unseen = count_unseen(ids, None if self._training is None else self._training.touched_bits())
+        bits = None if self._training is None else self._training.touched_bits()
+        num_unseen = count_unseen(ids, bits if bits is None or self._earlier is None else bits | self._earlier)
         with self._lock:
             self._num_lookups += ids.size
             self._num_unseen += num_unseen
@@ -430,9 +433,9 @@ def check_description_size(where: str, layout: RawLayout, paths: Sequence[str]) 
         )
 
 
-def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, ...]:
-    """Describe the dense features in the order of the layout."""
-    columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
+def describe_dense(layout: RawLayout, mean: NDArray[np.float64], std: NDArray[np.float64]) -> tuple[DenseFeature, ...]:
+    """Describe the dense features in the order of the layout, with their means and deviations [num_dense]."""
+    columns = zip(layout.dense, mean.tolist(), std.tolist(), strict=True)
     ages = {age.name: age for age in layout.ages}
     return tuple(
         DenseFeature(name=name, fill=0.0, signed=layout.is_signed(name), mean=mean, std=std, age=ages.get(name))
@@ -476,6 +479,9 @@ def _describe(column: SparseColumn, tables: FeatureTables) -> SparseFeature:
         hash_seed=hex(tables.hash_seeds[column.name]) if is_hashed else None,
         vocabulary=vocabulary.path if vocabulary else None,
         vocabulary_digest=vocabulary.digest if vocabulary else None,
+        candidates=vocabulary.candidates if vocabulary else None,
+        num_added=vocabulary.num_added if vocabulary else 0,
+        num_retired=vocabulary.num_retired if vocabulary else 0,
         boundaries=column.buckets.boundaries if column.buckets else None,
         made_of=column.made_of,
         statistics=tables.statistics[column.name].result(),

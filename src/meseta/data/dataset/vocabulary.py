@@ -1,8 +1,7 @@
-"""Vocabularies: count the values of the training split in bounded memory and assign rows to the frequent ones."""
+"""Vocabularies: map values to rows, and count the values of the training split in bounded memory."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,18 +26,24 @@ _NUM_PARTITIONS = 32
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Map from the values of one feature to rows. Values outside the vocabulary have row 0, the most frequent one row
-    1."""
+    """Map from the values of one feature to rows. Values outside the vocabulary have row 0."""
 
     num_embeddings: int
+    """Number of rows: row 0, one per value, and freed rows."""
     path: str
-    """Path of the Parquet file with the columns value, id and count, relative to the dataset."""
+    """Path of the Parquet file with the columns value, id, count and last, relative to the dataset."""
     hashes: NDArray[np.uint64]
-    """Hashes [num_embeddings - 1] of the values in ascending order."""
+    """Hashes [num_values] of the values in ascending order."""
     ids: NDArray[np.int64]
-    """Rows [num_embeddings - 1] of the values in the order of `hashes`."""
+    """Rows [num_values] of the values in the order of `hashes`."""
     digest: str
     """`values_digest` of the values in the order of their rows."""
+    candidates: str | None = None
+    """Path of the file with the counts of values without a row, relative to the dataset."""
+    num_added: int = 0
+    """Number of values that the last part added to those of earlier parts."""
+    num_retired: int = 0
+    """Number of values of earlier parts that lost their row."""
 
     def lookup(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the rows of hashed values, int64 [nnz]."""
@@ -56,8 +61,8 @@ def count_values(values: pa.Array) -> pa.Table:
 
 
 def read_vocabulary_values(folder: Path, feature: SparseFeature) -> pa.Array:
-    """Return the values of a vocabulary as large_binary [num_embeddings]. Row 0 is null. `folder` is the dataset
-    folder.
+    """Return the values of a vocabulary as large_binary [num_embeddings]. Row 0 and freed rows are null. `folder` is
+    the dataset folder.
 
     Raises MesetaError if the file cannot be read, or if its values are not those from which the ids were made.
     """
@@ -78,10 +83,12 @@ def read_vocabulary_values(folder: Path, feature: SparseFeature) -> pa.Array:
 
 
 def values_digest(values: pa.Array) -> str:
-    """Return the SHA-256 of values in their order, in hexadecimal. Text is hashed as UTF-8."""
-    # The hash covers the lengths in bytes (int64, little-endian) first, so that ["ab", "c"] and ["a", "bc"] differ.
+    """Return the SHA-256 of values in their order, in hexadecimal. Text is hashed as UTF-8. Null is a freed row."""
+    # The hash covers the lengths in bytes (int64, little-endian) first, so that ["ab", "c"] and ["a", "bc"] differ. The
+    # length -1 of a freed row differs from that of an empty value.
+    lengths = pc.binary_length(values.cast(pa.large_binary())).fill_null(-1)
+    lengths = lengths.to_numpy(zero_copy_only=False).astype("<i8")
     whole = values.cast(pa.large_binary()).fill_null(b"")
-    lengths = pc.binary_length(whole).to_numpy(zero_copy_only=False).astype("<i8")
     digest = hashlib.sha256(lengths)
     if len(whole):
         first, last = whole.offset, whole.offset + len(whole)
@@ -96,36 +103,44 @@ def load_vocabulary(folder: Path, feature: SparseFeature, hash_seed: int) -> Voc
     Raises MesetaError if the file cannot be read, or does not belong to the feature.
     """
     values = read_vocabulary_values(folder, feature)
-    if len(values) != feature.num_embeddings or values.null_count != 1 or values[0].is_valid:
+    # Freed rows change the digest. A vocabulary without a digest is of a version that freed no rows.
+    num_nulls = values.null_count if feature.vocabulary_digest is not None else 1
+    if len(values) != feature.num_embeddings or values.null_count != num_nulls or values[0].is_valid:
         raise MesetaError(
             f"vocabulary {str(folder / (feature.vocabulary or ''))!r} must have {feature.num_embeddings} rows, and "
             "only the first one without a value; prepare the dataset again"
         )
-    return _make_vocabulary(feature.name, feature.vocabulary or "", values[1:], hash_seed)
+    return make_vocabulary(feature.name, feature.vocabulary or "", values, hash_seed)
 
 
-def _make_vocabulary(feature: str, path: str, values: pa.Array, hash_seed: int) -> Vocabulary:
-    """Create a vocabulary of `values` in the order of their rows. Raises MesetaError if two have the same 64-bit
-    hash."""
-    hashes = hash_categories(values, hash_seed)
+def make_vocabulary(
+    feature: str, path: str, values: pa.Array, hash_seed: int, candidates: str | None = None
+) -> Vocabulary:
+    """Create a vocabulary of `values` [num_embeddings], which are null for row 0 and freed rows.
+
+    Raises MesetaError if two values have the same 64-bit hash.
+    """
+    ids = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
+    hashes = hash_categories(values.drop_null(), hash_seed)
     # Sorted for the binary search in `lookup`.
     order = np.argsort(hashes)
     if (np.diff(hashes[order]) == 0).any():
         raise MesetaError(f"vocabulary of {feature!r}: two values have the same hash; choose another --seed")
-    return Vocabulary(len(values) + 1, path, hashes[order], order + 1, values_digest(values))
+    return Vocabulary(len(values), path, hashes[order], ids[order], values_digest(values[1:]), candidates)
 
 
 class VocabularyCounter:
     """Counter of the values of one feature in bounded memory.
 
     Tables of counts are merged when the size of the pending tables has doubled. Above `budget_bytes` they are spilled
-    to disk, partitioned by hash. The memory is bounded by the budget and the final vocabulary.
+    to disk, partitioned by hash.
     """
 
-    def __init__(self, feature: str, spill_dir: Path, budget_bytes: int) -> None:
+    def __init__(self, feature: str, spill_dir: Path, budget_bytes: int, hash_seed: int = 0) -> None:
         self._feature = feature
         self._spill_dir = spill_dir
         self._budget_bytes = budget_bytes
+        self._hash_seed = hash_seed
         self._pending: list[pa.Table] = []
         self._pending_bytes = 0
         self._merged_bytes = 0
@@ -142,25 +157,14 @@ class VocabularyCounter:
             if merged.nbytes > self._budget_bytes // 2:
                 self._spill(merged)
 
-    def finish(self, dataset_dir: Path, min_count: int, hash_seed: int) -> Vocabulary:
-        """Write `dataset_dir`/vocabulary/<feature>.parquet and return the vocabulary.
-
-        Values with a count below `min_count` are left out. Row 0 of the file has a null value and the number of
-        training lookups of all these values. Raises MesetaError if two values in the vocabulary have the same 64-bit
-        hash.
-        """
-        num_lookups = 0
-        kept = [_COUNTED_SCHEMA.empty_table()]
-        # Equal values are in the same partition, so one partition at a time is enough to decide which values to keep.
-        for tables in self._partitions():
-            merged = _merge(tables)
-            num_lookups += pc.sum(merged["count"]).as_py() or 0
-            kept.append(merged.filter(pc.greater_equal(merged["count"], min_count)))
-        # Ties are sorted by value, so that the rows do not depend on the order of the blocks.
-        table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
-        path = f"{VOCABULARY_FOLDER}/{to_file_name(self._feature)}.parquet"
-        _write(dataset_dir / path, table, num_lookups)
-        return _make_vocabulary(self._feature, path, combine_chunks(table["value"]), hash_seed)
+    def partitions(self) -> Iterator[pa.Table]:
+        """Yield tables with the columns value and count. All values with one hash are in the same table."""
+        if not self._spills:
+            yield _merge(self._pending)
+            return
+        self.get_state()
+        for index in range(_NUM_PARTITIONS):
+            yield _merge([_read(self._spill_dir / name, index) for name in self._spills])
 
     def get_state(self) -> list[str]:
         """Spill all counts to disk and return the names of the files. `set_state` of another counter continues from
@@ -172,16 +176,8 @@ class VocabularyCounter:
     def set_state(self, state: Sequence[str]) -> None:
         self._spills = list(state)
 
-    def _partitions(self) -> Iterator[list[pa.Table]]:
-        if not self._spills:
-            yield self._pending
-            return
-        self.get_state()
-        for index in range(_NUM_PARTITIONS):
-            yield [_read(self._spill_dir / name, index) for name in self._spills]
-
     def _spill(self, merged: pa.Table) -> None:
-        partition = hash_categories(combine_chunks(merged["value"])) % np.uint64(_NUM_PARTITIONS)
+        partition = hash_categories(combine_chunks(merged["value"]), self._hash_seed) % np.uint64(_NUM_PARTITIONS)
         name = f"{to_file_name(self._feature)}-{len(self._spills)}.arrow"
         with pa.OSFile(str(self._spill_dir / name), "wb") as sink, pa.ipc.new_file(sink, _COUNTED_SCHEMA) as writer:
             for index in range(_NUM_PARTITIONS):
@@ -209,14 +205,3 @@ def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
     """Return the column as a single array."""
     combined = column.combine_chunks()
     return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
-
-
-def _write(path: Path, kept: pa.Table, num_lookups: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), combine_chunks(kept["value"])])
-    # Store valid UTF-8, as in click logs, as strings, and other values as bytes.
-    with contextlib.suppress(pa.ArrowInvalid):
-        value = value.cast(pa.large_string())
-    unknown = num_lookups - (pc.sum(kept["count"]).as_py() or 0)
-    count = pa.concat_arrays([pa.array([unknown], pa.int64()), combine_chunks(kept["count"])])
-    pq.write_table(pa.table({"value": value, "id": pa.array(np.arange(len(count))), "count": count}), path)

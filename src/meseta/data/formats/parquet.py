@@ -621,7 +621,10 @@ class Parquet(RawFormat):
             crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},
         )
         present = _layout_from_schema(f"source {str(source.path)!r}", source_schema(source), schema)
-        for now, before in zip(present.sparse, layout.sparse, strict=True):
+        # Features may have another order, because later parts add some at the end.
+        columns = {column.name: column for column in present.sparse}
+        for before in layout.sparse:
+            now = columns.get(before.name, before)
             if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
                 kind = source_schema(source).field(before.raw_column).type
                 # A column without values fits either kind.

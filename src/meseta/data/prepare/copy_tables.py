@@ -9,31 +9,29 @@ from contextlib import suppress
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.growth import candidates_path, vocabulary_path
 from meseta.data.dataset.records import SparseFeature
 from meseta.data.dataset.statistics import TOUCHED_ROWS_FILE
-from meseta.data.dataset.vocabulary import VOCABULARY_FOLDER, read_vocabulary_values
+from meseta.data.dataset.vocabulary import read_vocabulary_values
 from meseta.spec import MesetaError
-from meseta.system.files import first_name_collision, move, to_file_name
+from meseta.system.files import first_name_collision, move
 
 Fetch = Callable[[str | None], Iterable[bytes]]
 """Returns the content of a file in chunks: the vocabulary of a feature, or the bits of trained rows for `None`."""
 
 
 def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> Dataset:
-    """Copy the vocabularies and the bits of trained rows to `folder`, and return the description with the new paths.
+    """Copy the vocabularies, their candidates and the bits of trained rows to `folder`, and return the description with
+    the new paths.
 
     Files are hard links if the file system allows it, otherwise copies. If the dataset is on another machine, `fetch`
-    returns their content. Existing files are replaced. Files that are missing or outside of the dataset folder keep
-    their paths.
+    returns their content, except candidates, which are left out. Existing files are replaced. Files that are missing or
+    outside of the dataset folder keep their paths.
 
     Raises OSError if the folder cannot be written, MesetaError if a fetched vocabulary has another digest, and any
     error of `fetch`.
     """
-    names = {
-        f.name: f"{VOCABULARY_FOLDER}/{to_file_name(f.name)}.parquet"
-        for f in dataset.sparse
-        if f.vocabulary is not None
-    }
+    names = {f.name: vocabulary_path(f.name) for f in dataset.sparse if f.vocabulary is not None}
     if first_name_collision(names.values()):  # Not made by prepare.
         return dataset
 
@@ -43,12 +41,16 @@ def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> D
         _store_fetched(fetch, feature, folder, name)
         return name
 
-    sparse = [
-        feature.model_copy(update={"vocabulary": keep(feature.vocabulary, names[feature.name], feature)})
-        if feature.vocabulary is not None
-        else feature
-        for feature in dataset.sparse
-    ]
+    def keep_tables(feature: SparseFeature) -> SparseFeature:
+        if feature.vocabulary is None:
+            return feature
+        candidates = None
+        if feature.candidates is not None and fetch is None:
+            candidates = keep(feature.candidates, candidates_path(feature.name))
+        paths = {"vocabulary": keep(feature.vocabulary, names[feature.name], feature), "candidates": candidates}
+        return feature.model_copy(update=paths)
+
+    sparse = [keep_tables(feature) for feature in dataset.sparse]
     touched = None if dataset.touched is None else keep(dataset.touched, TOUCHED_ROWS_FILE)
     return dataset.model_copy(update={"sparse": tuple(sparse), "touched": touched})
 

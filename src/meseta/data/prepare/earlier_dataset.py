@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -134,6 +134,14 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
     )
 
 
+def hash_seeds(dataset: Dataset) -> dict[str, int]:
+    """Return the seed of the hash of each sparse feature, also of those with a vocabulary."""
+    return {
+        f.name: int(f.hash_seed, 16) if f.encoding == "hash" and f.hash_seed else feature_seed(f.name, dataset.seed)
+        for f in dataset.sparse
+    }
+
+
 def make_encoders(
     dataset: Dataset, layout: RawLayout, splitter: Splitter, *, keep_unlabeled: bool = False
 ) -> tuple[Encoder, RowFinalizer]:
@@ -142,10 +150,7 @@ def make_encoders(
     `keep_unlabeled` is passed to `Encoder`. Raises MesetaError if a vocabulary is missing or damaged.
     """
     hashed = {f.name: f.num_embeddings for f in dataset.sparse if f.encoding == "hash"}
-    seeds = {
-        f.name: int(f.hash_seed, 16) if f.encoding == "hash" and f.hash_seed else feature_seed(f.name, dataset.seed)
-        for f in dataset.sparse
-    }
+    seeds = hash_seeds(dataset)
     finisher = RowFinalizer(
         layout,
         np.array([column.mean for column in dataset.dense]),
@@ -154,6 +159,24 @@ def make_encoders(
     )
     encoder = Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hashed, keep_unlabeled=keep_unlabeled)
     return encoder, finisher
+
+
+def find_earlier_form(
+    dataset: Dataset,
+    patterns: Sequence[str],
+    split_files: Mapping[Literal["valid", "test"], Sequence[str]],
+    *,
+    split_rest: bool,
+    encoding: str | None = None,
+) -> tuple[Source, ...]:
+    """Return raw files with the delimiter and the encoding of those of `dataset`, see `find_sources`. `encoding`
+    replaces that of the earlier files."""
+    form = dataset.source_form
+    delimiter = form.delimiter if form and find_format(form.kind).is_delimited else None
+    # UTF-16 is recognized by its byte order mark, even if the earlier files were in UTF-8.
+    if encoding is None and form is not None and form.encoding != UTF_8:
+        encoding = form.encoding
+    return find_sources(patterns, split_files, split_rest=split_rest, delimiter=delimiter, encoding=encoding)
 
 
 def find_matching_sources(
@@ -168,26 +191,32 @@ def find_matching_sources(
     Raises MesetaError as `find_sources` does, if a file lacks a feature or one of several labels, if the files have
     another format, or if the types of columns do not fit.
     """
-    layout, form = layout_from_dataset(dataset), dataset.source_form
-    delimiter = layout.delimiter if form and find_format(form.kind).is_delimited else None
-    # UTF-16 is recognized by its byte order mark, even if the earlier files were in UTF-8.
-    if encoding is None and layout.encoding != UTF_8:
-        encoding = layout.encoding
-    sources = find_sources(patterns, {}, split_rest=False, delimiter=delimiter, encoding=encoding)
-    sources = tuple(replace(source, split="test") for source in sources)
-    _check_format(dataset, layout, sources[0])
+    layout = layout_from_dataset(dataset)
+    sources = find_earlier_form(dataset, patterns, {}, split_rest=False, encoding=encoding)
+    sources, names = match_columns(dataset, layout, tuple(replace(source, split="test") for source in sources))
     raw_format = sources[0].format
-    sources = tuple(raw_format.with_header_from(_prefer_file_columns(source, layout), layout) for source in sources)
-    names = [[*raw_format.columns_for(source, layout), *source.partition] for source in sources]
     labels = [name for name in layout.raw_label_columns if any(name in present for present in names)]
     empty = raw_format.find_empty_columns(sources, labels) if labels else set()
     names = [[name for name in present if name not in empty] for present in names]
     layout = _drop_missing_labels(sources, names, layout)
     for source, present in zip(sources, names, strict=True):
-        _check_columns(source, present, layout)
+        check_columns(source, present, layout)
     for source in sources:
         raw_format.check_types(source, layout, dataset.dir)
     return sources, layout
+
+
+def match_columns(
+    dataset: Dataset, layout: RawLayout, sources: Sequence[Source]
+) -> tuple[tuple[Source, ...], list[list[str]]]:
+    """Return (raw files with the names of their columns, these names by file), see `find_matching_sources`.
+
+    Raises MesetaError if the files have another format than those of `dataset`.
+    """
+    _check_format(dataset, layout, sources[0])
+    raw_format = sources[0].format
+    sources = tuple(raw_format.with_header_from(_prefer_file_columns(source, layout), layout) for source in sources)
+    return sources, [[*raw_format.columns_for(source, layout), *source.partition] for source in sources]
 
 
 def _prefer_file_columns(source: Source, layout: RawLayout) -> Source:
@@ -232,25 +261,31 @@ def _common_columns(names: Sequence[Sequence[str]]) -> set[str | None]:
     return set[str | None](names[0]).intersection(*names[1:])
 
 
-def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) -> None:
+def check_columns(source: Source, present: Sequence[str], layout: RawLayout, *, trains: bool = False) -> None:
+    """Raise MesetaError if a file with the columns `present` lacks columns of an earlier layout, or has one twice.
+
+    `trains` adds to the remedy that columns can be left out.
+    """
     times = Counter(present)
     lacking = [name for name in layout.columns if name not in times]
     if lacking:
         shown = join_names([*map(repr, lacking)], 8)
-        roles = {layout.weight: "the sample weight", layout.group: "the group"}
-        features = {*layout.feature_columns}
-        only = [name for name in lacking if name not in features]
-        made = [name for name in lacking if name in layout.partition_keys]
-        if made:
-            way_out = (
-                f"the files of the earlier dataset were in folders '{made[0]}=...'; use the folder that contains them"
-            )
-        elif len(only) == len(lacking):
-            role = roles.get(only[0], "no feature")
-            way_out = f"it is {role}, which is needed with labels: add it, or remove the labels"
-        else:
-            way_out = "the model needs all features on which it was trained; add the columns"
-        raise MesetaError(f"source {source.path!r} lacks {shown}; {way_out}")
+        raise MesetaError(f"source {source.path!r} lacks {shown}; {_way_out_of_lack(lacking, layout, trains=trains)}")
     for name in layout.columns:
         if times[name] > 1:
             raise MesetaError(f"source {source.path!r}: two columns have the name {name!r}; rename one")
+
+
+def _way_out_of_lack(lacking: Sequence[str], layout: RawLayout, *, trains: bool) -> str:
+    features = {*layout.feature_columns}
+    only = [name for name in lacking if name not in features]
+    if made := [name for name in lacking if name in layout.partition_keys]:
+        return f"the files of the earlier dataset were in folders '{made[0]}=...'; use the folder that contains them"
+    if trains and (labels := [name for name in lacking if name in layout.raw_label_columns]):
+        return f"training needs the label {labels[0]!r} of the earlier dataset; add it"
+    if trains:
+        return f"add the columns, or leave them out with --without {','.join(lacking)}"
+    if len(only) == len(lacking):
+        roles = {layout.weight: "the sample weight", layout.group: "the group"}
+        return f"it is {roles.get(only[0], 'no feature')}, which is needed with labels: add it, or remove the labels"
+    return "the model needs all features on which it was trained; add the columns"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -146,17 +146,19 @@ class Encoder:
         hash_seeds: Mapping[str, int],
         hash_rows: Mapping[str, int],
         keep_unlabeled: bool = False,
+        uncounted: Collection[str] = (),
     ) -> None:
         """Create an encoder.
 
         `hash_seeds` has a seed for each sparse feature, and `hash_rows` the number of table rows of each hashed
-        feature. Other features have vocabularies. With `keep_unlabeled`, rows without any of several labels are kept,
-        for prediction.
+        feature. Other features have vocabularies, for which values are counted except those of `uncounted`. With
+        `keep_unlabeled`, rows without any of several labels are kept, for prediction.
         """
         self.layout = layout
         self.hash_rows = hash_rows
         self.hash_seeds = hash_seeds
         self.splitter = splitter
+        self.uncounted = uncounted
         self._drops_unlabeled = len(layout.labels) > 1 and not keep_unlabeled
 
     @property
@@ -182,7 +184,7 @@ class Encoder:
         training = split == TRAIN
         if training.any():
             for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
-                if column.has_row_ids or column.name in self.hash_rows:
+                if column.has_row_ids or column.name in self.hash_rows or column.name in self.uncounted:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
         return EncodedBlock(

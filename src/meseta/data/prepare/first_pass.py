@@ -9,7 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.growth import GrowthRule, VocabularyParts, grow_vocabulary
 from meseta.data.dataset.queues import run_in_order
 from meseta.data.dataset.records import SourceFile, Split
 from meseta.data.dataset.statistics import (
@@ -20,10 +24,12 @@ from meseta.data.dataset.statistics import (
     describe_dense,
     describe_sparse,
     make_source_form,
+    write_touched,
 )
-from meseta.data.dataset.vocabulary import VocabularyCounter
+from meseta.data.dataset.vocabulary import Vocabulary, VocabularyCounter
 from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, are_bad_rows_rare, parse_good_rows
 from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
+from meseta.data.prepare.continuation import Continuation
 from meseta.data.prepare.encode import EncodedBlock, Encoder
 from meseta.data.prepare.options import PrepareOptions
 from meseta.data.prepare.sources import find_teacher
@@ -54,6 +60,17 @@ class ReadProgress:
     """Bytes of the stored file that have been read."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparationJob:
+    """Everything that determines the rows of a preparation."""
+
+    options: PrepareOptions
+    sources: tuple[Source, ...]
+    encoder: Encoder
+    earlier: Continuation | None = None
+    """Earlier dataset whose next part is prepared."""
+
+
 @runtime_checkable
 class BlockObserver(Protocol):
     """Observer of the encoded blocks of the first pass."""
@@ -73,33 +90,34 @@ class FirstPass:
 
     def __init__(
         self,
-        options: PrepareOptions,
-        sources: tuple[Source, ...],
-        encoder: Encoder,
+        job: PreparationJob,
         staging: Staging,
         progress: Progress,
         tallies: Mapping[str, SplitTally],
         observer: BlockObserver | None = None,
     ) -> None:
         """Create the pass. `tallies` has one entry for each split of the options."""
-        self.options = options
-        self.sources = sources
-        self.encoder = encoder
-        self.layout = encoder.layout
+        self.options, self.sources, self.encoder, self.earlier = job.options, job.sources, job.encoder, job.earlier
+        self.layout = job.encoder.layout
         self.staging = staging
         self.progress = progress
         self.tallies = tallies
         self.observer = observer
-        self.rows_per_source = dict.fromkeys((source.path for source in sources), 0)
-        self.bad_rows = BadRowCounter(options.max_bad_rows)
+        self.rows_per_source = dict.fromkeys((source.path for source in self.sources), 0)
+        self.bad_rows = BadRowCounter(self.options.max_bad_rows)
         self.non_finite: Counter[str] = Counter()
         self.num_unlabeled = 0
         budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
         self.counters = {
-            column.name: VocabularyCounter(column.name, staging.scratch, budget)
-            for column in self.layout.encoded_features
-            if column.name not in encoder.hash_rows
+            name: VocabularyCounter(name, staging.scratch, budget, self.encoder.hash_seeds[name])
+            for name in self._vocabulary_features
+            if name not in self.encoder.uncounted
         }
+
+    @property
+    def _vocabulary_features(self) -> list[str]:
+        names = [column.name for column in self.layout.encoded_features]
+        return [name for name in names if name not in self.encoder.hash_rows]
 
     def read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         """Read all sources, or the rest of them after an interruption. Workers encode blocks, and this thread merges
@@ -129,13 +147,11 @@ class FirstPass:
     def tables(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> FeatureTables:
         """Write the vocabularies to `folder`, and return the tables of all features. Those without `statistics` get
         empty ones. Call it after `read`."""
-        vocabularies = {
-            name: counter.finish(folder, self.options.min_count, self.encoder.hash_seeds[name])
-            for name, counter in self.counters.items()
-        }
+        vocabularies = {name: self._make_vocabulary(name, folder) for name in self._vocabulary_features}
         num_rows = {**self.encoder.fixed_num_rows, **{name: v.num_embeddings for name, v in vocabularies.items()}}
         counted = {c.name: statistics.get(c.name) or FeatureStatistics(num_rows[c.name]) for c in self.layout.sparse}
         hashed = [name for name in self.encoder.hash_rows if num_rows[name] <= MAX_TOUCHED_TABLE_ROWS]
+        touched = {} if self.earlier is None else self.earlier.touched
         return FeatureTables(
             num_embeddings=num_rows,
             hash_seeds=self.encoder.hash_seeds,
@@ -143,26 +159,45 @@ class FirstPass:
             statistics=counted,
             test_lookups={
                 **{name: LookupCounter(None) for name in vocabularies},
-                **{name: LookupCounter(counted[name]) for name in hashed},
+                **{name: LookupCounter(counted[name], touched.get(name)) for name in hashed},
             },
         )
+
+    def mean_and_std(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the mean and the deviation of each dense feature [num_dense]. Call it after `read`."""
+        moments = self.tallies["train"].moments
+        return (moments.mean, moments.std) if self.earlier is None else self.earlier.mean_and_std(self.layout, moments)
+
+    def write_touched(self, folder: Path, statistics: Mapping[str, FeatureStatistics]) -> str | None:
+        """Write the rows of hashed features that training looked up, in earlier parts too. Return the name of the
+        file."""
+        touched = {name: statistics[name].touched_bits() for name in self.encoder.hash_rows}
+        return write_touched(folder, touched if self.earlier is None else self.earlier.unite_touched(touched))
+
+    def _make_vocabulary(self, name: str, folder: Path) -> Vocabulary:
+        counter, seed = self.counters.get(name), self.encoder.hash_seeds[name]
+        if self.earlier is not None:
+            return self.earlier.make_vocabulary(name, counter, seed, folder)
+        rule = GrowthRule(min_count=self.options.min_count, max_candidates=self.options.max_candidates)
+        return grow_vocabulary(name, self.counters[name].partitions(), VocabularyParts.empty(), rule, seed, folder)
 
     def describe(
         self, tables: FeatureTables, splits: dict[str, Split], touched: str | None, recipe: str | None = None
     ) -> Dataset:
         """Return the description of the dataset. `touched` and `recipe` are its fields of these names."""
         options, layout, splitter = self.options, self.layout, self.encoder.splitter
-        return Dataset(
+        raw_format = self.sources[0].format
+        dataset = Dataset(
             labels=layout.label_columns,
             label_source=layout.labels[0] if len(layout.labels) == 1 else None,
             weight=layout.weight,
             group=layout.group_column,
             time=layout.time,
-            dense=describe_dense(layout, self.tallies["train"].moments),
+            dense=describe_dense(layout, *self.mean_and_std()),
             sparse=describe_sparse(layout, tables),
             splits=splits,
             teacher=find_teacher(self.sources),
-            seed=options.seed,
+            seed=splitter.seed,
             test_fraction=options.split_fraction("test"),
             valid_fraction=options.split_fraction("valid"),
             split_by=splitter.by,
@@ -174,10 +209,14 @@ class FirstPass:
             not_finite=dict(+self.non_finite),
             num_unlabelled=self.num_unlabeled,
             bad_rows=self.bad_rows.bad_rows if options.bad_rows == "skip" else None,
-            source_form=make_source_form(layout, self.sources[0].format),
+            source_form=make_source_form(
+                layout, raw_format if self.earlier is None else self.earlier.source_format(raw_format)
+            ),
             touched=touched,
             recipe=recipe,
+            min_count=options.min_count if tables.vocabularies else None,
         )
+        return dataset if self.earlier is None else self.earlier.complete(dataset)
 
     def _add_block(self, source: int, block: Block, parts: ParsedRows[EncodedBlock]) -> None:
         for encoded in parts.results:
@@ -196,6 +235,8 @@ class FirstPass:
             change = {"fraction": "lower", "after": "give a later", "files": "give fewer"}
             rules = [(split, self.options.split_rule(split)) for split in self.options.splits if split != "train"]
             ways_out = " or ".join(f"{change[rule]} --{split}-{rule}" for split, rule in rules if rule)
+            if not ways_out:
+                raise MesetaError("prepare: the files have no rows, so there is nothing new to train on; add rows")
             raise MesetaError(f"prepare: none of {num_rows} rows is left for training; {ways_out}")
         if "valid" in self.tallies and not self.tallies["valid"].num_rows:
             change = {"fraction": "raise", "after": "give an earlier", "files": "give other"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from meseta.data.dataset.dataset import SPLITS
+from meseta.data.dataset.growth import DEFAULT_MAX_CANDIDATES
 from meseta.data.schema.roles import COLUMN_OPTIONS, NamedColumns
 from meseta.spec import MesetaError
 from meseta.system.remote import check_not_url
@@ -18,6 +19,12 @@ SPLIT_RULES = ("fraction", "files", "after")
 """Rules that can define a held-out split, as in option names such as --test-fraction."""
 DEFAULT_TEST_FRACTION = 0.1
 """Share of the test split if no option defines it."""
+_LIKE_OPTIONS = {
+    *("sources", "out", "like", "grow", "recount", "retire_after", "max_candidates", "without", "label", "dense"),
+    *("sparse", "multi_valued", "schema", "encoding", "bad_rows", "max_bad_rows", "force", "num_threads", "split_by"),
+    *(f"{split}_{rule}" for split in HELD_OUT_SPLITS for rule in SPLIT_RULES),
+}
+"""Options that may be combined with `like`. The earlier dataset determines the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,8 @@ class PrepareOptions:
     test_files: Sequence[str] = ()
     """Files or patterns whose rows form the test split. They may be among the sources."""
     test_fraction: float | None = None
-    """Share of rows in the test split. `None` means 0.1 unless test_files or test_after is set."""
+    """Share of rows in the test split. `None` means 0.1 unless test_files or test_after is set, or no test split with
+    `like`."""
     test_after: str | None = None
     """Time (a number, or ISO 8601) at which the test split starts. It implies split_by 'time'."""
     valid_files: Sequence[str] = ()
@@ -56,6 +64,19 @@ class PrepareOptions:
     """Whether each frequent value has its own row. Otherwise values are hashed."""
     min_count: int = 10
     """Minimum count in the training split for a separate row. Less frequent and unseen values share row 0."""
+    max_candidates: int = DEFAULT_MAX_CANDIDATES
+    """Maximum number of values below `min_count` whose hashes are kept for later parts, per feature."""
+    like: Path | None = None
+    """Folder of an earlier dataset, or of a run, whose next part is prepared. The rows are encoded like its rows. All
+    of them are training rows, unless options define other splits."""
+    grow: bool = False
+    """Whether the vocabularies of `like` grow by the values of these rows."""
+    recount: bool = False
+    """Whether vocabularies are counted from these rows alone, while everything else stays like `like`."""
+    retire_after: int | None = None
+    """Number of parts without an occurrence after which a value loses its row. It needs `grow`. `None` means never."""
+    without: Sequence[str] = ()
+    """Columns or features of `like` that are left out."""
     label: str | Sequence[str] | None = None
     """Label columns of CSV and Parquet, as names or patterns such as 'is_*'. `None` finds the label by its name."""
     dense: Sequence[str] = ()
@@ -120,6 +141,7 @@ class PrepareOptions:
             )
         if self.min_count < 1:
             raise MesetaError(f"prepare: --min-count must be at least 1, got {self.min_count}")
+        self._check_like()
 
     @property
     def named_columns(self) -> NamedColumns:
@@ -127,6 +149,33 @@ class PrepareOptions:
         label = [self.label] if isinstance(self.label, str) else self.label or ()
         columns = {name: getattr(self, name) for name in COLUMN_OPTIONS}
         return NamedColumns(**columns | {"label": label}, default_buckets=self.default_buckets)
+
+    def _check_like(self) -> None:
+        if self.max_candidates < 0:
+            raise MesetaError(f"prepare: --max-candidates must be at least 0, got {self.max_candidates}")
+        if self.like is None:
+            for name in ("grow", "recount", "without"):
+                if getattr(self, name):
+                    raise MesetaError(f"prepare: --{name} needs an earlier dataset; add --like DATASET|RUN")
+        if self.retire_after is not None and not self.grow:
+            raise MesetaError("prepare: --retire-after frees rows of a growing vocabulary; add --grow")
+        if self.retire_after is not None and self.retire_after < 1:
+            raise MesetaError(f"prepare: --retire-after must be at least 1, got {self.retire_after}")
+        if self.grow and self.recount:
+            raise MesetaError("prepare: --grow and --recount exclude each other; use one of them")
+        if self.like is None:
+            return
+        defaults = {option.name: option.default for option in fields(self) if option.name not in _LIKE_OPTIONS}
+        excluded = [
+            f"--{name.replace('_', '-')}"
+            for name, default in defaults.items()
+            if (value := getattr(self, name)) and value != default
+        ]
+        if excluded:
+            raise MesetaError(
+                f"prepare: {', '.join(excluded)} cannot be combined with --like, which determines the encoding; "
+                "omit one"
+            )
 
     def _check_shares(self) -> None:
         for split in HELD_OUT_SPLITS:
@@ -157,12 +206,14 @@ class PrepareOptions:
             raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; use one")
 
     def split_rule(self, split: str) -> Literal["fraction", "files", "after"] | None:
-        """Return the rule that defines the test or valid split. `None` means that there is no valid split."""
+        """Return the rule that defines the test or valid split. `None` means that there is no such split."""
         if getattr(self, f"{split}_files"):
             return "files"
         if getattr(self, f"{split}_after") is not None:
             return "after"
-        return "fraction" if split == "test" or self.valid_fraction else None
+        share = self.test_fraction if split == "test" else self.valid_fraction
+        has_default = split == "test" and self.like is None
+        return "fraction" if has_default or share else None
 
     def split_fraction(self, split: str) -> float | None:
         """Return the share of rows, or of groups, in the test or valid split. `None` if no fraction defines it."""

@@ -21,13 +21,9 @@ from meseta.data.dataset.statistics import (
     FeatureStatistics,
     FeatureTables,
     WindowCounter,
-    write_touched,
 )
-from meseta.data.formats.format import Source
 from meseta.data.prepare.earlier_dataset import layout_from_dataset
-from meseta.data.prepare.encode import Encoder
-from meseta.data.prepare.first_pass import FirstPass, Progress
-from meseta.data.prepare.options import PrepareOptions
+from meseta.data.prepare.first_pass import FirstPass, PreparationJob, Progress
 from meseta.data.prepare.recipe import Recipe, recipe_sources
 from meseta.data.prepare.recipe_index import IndexWriter, SourceIndex
 from meseta.data.prepare.recipe_rows import RowMaker, splitter_from_dataset
@@ -99,25 +95,26 @@ class RecipePreparation:
 
     def __init__(
         self,
-        options: PrepareOptions,
-        sources: tuple[Source, ...],
-        encoder: Encoder,
+        job: PreparationJob,
         staging: Staging,
         progress: Progress,
     ) -> None:
-        layout, scratch = encoder.layout, staging.scratch
-        self.options, self.sources, self.encoder = options, sources, encoder
+        layout, scratch = job.encoder.layout, staging.scratch
+        self.options, self.sources, self.encoder = job.options, job.sources, job.encoder
         self.staging, self.progress = staging, progress
-        self.known_statistics = {name: FeatureStatistics(num_rows) for name, num_rows in encoder.fixed_num_rows.items()}
+        self.known_statistics = {
+            name: FeatureStatistics(num_rows) for name, num_rows in self.encoder.fixed_num_rows.items()
+        }
         self.training = TrainingTally(
             scratch / "train.arrow", layout.dense, layout.label_columns, self.known_statistics
         )
         self.tallies: dict[str, SplitTally] = {
-            name: SplitTally(scratch / f"{name}.arrow", layout.dense, layout.label_columns) for name in options.splits
+            name: SplitTally(scratch / f"{name}.arrow", layout.dense, layout.label_columns)
+            for name in self.options.splits
         }
         self.tallies["train"] = self.training
-        self.index = IndexWriter(scratch, options.splits, ROW_GROUP_ROWS)
-        self.first_pass = FirstPass(options, sources, encoder, staging, progress, self.tallies, self.index)
+        self.index = IndexWriter(scratch, self.options.splits, ROW_GROUP_ROWS)
+        self.first_pass = FirstPass(job, staging, progress, self.tallies, self.index)
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
         """Write everything except dataset.json, and return its content."""
@@ -136,8 +133,7 @@ class RecipePreparation:
         )
         digest = recipe.save(folder)
         splits = {name: tally.describe_split(()) for name, tally in self.tallies.items()}
-        touched = {name: self.known_statistics[name].touched_bits() for name in self.encoder.hash_rows}
-        touched_name = write_touched(folder, touched)
+        touched_name = self.first_pass.write_touched(folder, self.known_statistics)
         # Reading rows through the recipe requires a dataset that does not have all statistics yet.
         uncounted = self.first_pass.describe(tables, splits, touched_name, digest)
         dataset = uncounted.model_copy(update={"dir": folder})
@@ -161,12 +157,11 @@ class RecipePreparation:
         total_rows, num_before = sum(num_rows.values()), 0
         if not total_rows:
             return
-        moments = self.training.moments
         maker = RowMaker(
             recipe.to_sources(dataset),
             SourceIndex.load(recipe, dataset),
             self.encoder,
-            RowFinalizer(self.encoder.layout, moments.mean, moments.std, tables.vocabularies),
+            RowFinalizer(self.encoder.layout, *self.first_pass.mean_and_std(), tables.vocabularies),
             skips_bad_rows=recipe.skips_bad_rows,
             num_threads=num_threads,
         )

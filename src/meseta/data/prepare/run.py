@@ -9,18 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from typing import cast
+from typing import Any, Literal, cast
 
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
 from meseta.data.dataset.records import DataFile, Split
-from meseta.data.dataset.statistics import FeatureTables, WindowCounter, write_touched
+from meseta.data.dataset.statistics import FeatureTables, WindowCounter
 from meseta.data.formats.format import Source
 from meseta.data.formats.table_rows import parse_times
 from meseta.data.hash_categories import feature_seed
+from meseta.data.prepare.continuation import Continuation
+from meseta.data.prepare.earlier_dataset import find_earlier_form, layout_from_dataset
 from meseta.data.prepare.encode import Encoder, SplitBy, Splitter
-from meseta.data.prepare.first_pass import FirstPass, Progress
+from meseta.data.prepare.first_pass import FirstPass, PreparationJob, Progress
 from meseta.data.prepare.options import HELD_OUT_SPLITS, PrepareOptions
 from meseta.data.prepare.recipe_preparation import RecipePreparation
 from meseta.data.prepare.sources import find_sources, find_teacher
@@ -39,28 +41,25 @@ class TwoPassPreparation:
 
     def __init__(
         self,
-        options: PrepareOptions,
-        sources: tuple[Source, ...],
-        encoder: Encoder,
+        job: PreparationJob,
         staging: Staging,
         progress: Progress,
     ) -> None:
-        self.layout = encoder.layout
-        self.hash_rows = encoder.hash_rows
+        self.layout = job.encoder.layout
         self.staging = staging
         self.progress = progress
         self.spools = {
             name: Spool(staging.scratch / f"{name}.arrow", self.layout.dense, self.layout.label_columns)
-            for name in options.splits
+            for name in job.options.splits
         }
-        self.first_pass = FirstPass(options, sources, encoder, staging, progress, self.spools)
+        self.first_pass = FirstPass(job, staging, progress, self.spools)
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
         self.first_pass.read(pool, num_threads)
         tables = self.first_pass.tables(self.staging.folder, {})
         splits = self._write(pool, tables)
-        touched = {name: tables.statistics[name].touched_bits() for name in self.hash_rows}
-        return self.first_pass.describe(tables, splits, write_touched(self.staging.folder, touched))
+        touched = self.first_pass.write_touched(self.staging.folder, tables.statistics)
+        return self.first_pass.describe(tables, splits, touched)
 
     def _write(self, pool: ThreadPoolExecutor, tables: FeatureTables) -> dict[str, Split]:
         total_rows = sum(spool.num_rows for spool in self.spools.values())
@@ -76,8 +75,7 @@ class TwoPassPreparation:
                 self.progress("write", written, written / total_rows)
 
         self.progress("write", written, written / total_rows)
-        moments = self.spools["train"].moments
-        finisher = RowFinalizer(self.layout, moments.mean, moments.std, tables.vocabularies)
+        finisher = RowFinalizer(self.layout, *self.first_pass.mean_and_std(), tables.vocabularies)
         splits = {}
         # Write the training split first, because the counters of the test split compare with its statistics.
         counters: dict[str, Mapping[str, WindowCounter]] = {"train": tables.statistics, "test": tables.test_lookups}
@@ -112,8 +110,8 @@ DEFAULT_MIN_COUNT = 2
 def read_layout(options: PrepareOptions) -> RawLayout:
     """Return the layout that `prepare` would use. Raises MesetaError if there is none, or it does not fit the files."""
     schema = _load_schema(options)
-    sources = _find_sources(options, schema)
-    return _find_layout(options, schema, sources[0].format.with_header(sources))
+    earlier = Continuation.load(options)
+    return _find_layout(options, schema, _find_sources(options, schema, earlier), earlier)[1]
 
 
 def prepare(
@@ -126,20 +124,21 @@ def prepare(
     produces the same bytes.
 
     Raises MesetaError if a source is missing, empty or truncated, sources have different formats, a row cannot be
-    parsed (with file, line and field), `out` exists, or no row is left for training.
+    parsed (with file, line and field), `out` exists, no row is left for training, or the files do not match
+    `options.like`.
     """
     limit_arrow_threads()
     progress = progress or _no_progress
     schema = _load_schema(options)
-    sources = _find_sources(options, schema)
-    sources = sources[0].format.with_header(sources)
-    layout = _find_layout(options, schema, sources, progress)
+    earlier = Continuation.load(options)
+    sources = _find_sources(options, schema, earlier)
+    record = make_record(options, sources, None if earlier is None else earlier.dataset)
+    sources, layout = _find_layout(options, schema, sources, earlier, progress)
     if on_layout is not None:
         on_layout(layout)
-    splitter = _make_splitter(options, layout)
-    hash_rows = _hash_rows(options, layout)
+    splitter = _make_splitter(options, layout, options.seed if earlier is None else earlier.dataset.seed)
+    hash_rows = _hash_rows(options, layout) if earlier is None else earlier.hash_rows(layout)
     num_threads = choose_num_threads(options.num_threads, num_sharing=1).number  # Other ranks wait.
-    record = make_record(options, sources)
     columns = sha256(format_schema(layout).encode()).hexdigest()
     with staged_folder(options.out, record, force=options.force, columns=columns) as staging:
         if not staging.is_complete:
@@ -147,7 +146,7 @@ def prepare(
             try:
                 surveyor = Surveyor(
                     sources=sources,
-                    layout=layout,
+                    layout=_unsurveyed(layout, earlier),
                     splitter=splitter,
                     scratch=staging.scratch,
                     pool=pool,
@@ -156,32 +155,64 @@ def prepare(
                     skip_bad_rows=options.bad_rows == "skip",
                 )
                 survey = _load_or_make_survey(surveyor, staging)
-                encoder = Encoder(
-                    layout.with_survey(survey.boundaries, survey.periods, survey.dates),
-                    replace(
-                        splitter,
-                        test_from=survey.test_from,
-                        valid_from=survey.valid_from,
-                        is_valid_by_time=splitter.is_valid_by_time and survey.valid_from is not None,
-                    ),
-                    hash_seeds={column.name: feature_seed(column.name, options.seed) for column in layout.sparse},
-                    hash_rows=hash_rows,
+                job = PreparationJob(
+                    options=options,
+                    sources=sources,
+                    encoder=_make_encoder(survey, layout, splitter, hash_rows, earlier),
+                    earlier=earlier,
                 )
                 make = RecipePreparation if options.recipe_only else TwoPassPreparation
-                dataset = make(options, sources, encoder, staging, progress).run(pool, num_threads)
+                dataset = make(job, staging, progress).run(pool, num_threads)
             finally:
                 pool.shutdown(cancel_futures=True)
             dataset.save(staging.folder)
     return Dataset.load(options.out)
 
 
+def _unsurveyed(layout: RawLayout, earlier: Continuation | None) -> RawLayout:
+    """Return the layout without ages, if these are determined by an earlier dataset."""
+    if earlier is None:
+        return layout
+    settled = {age.name for age in earlier.layout.ages}
+    ages = tuple(age for age in layout.ages if age.name not in settled)
+    return replace(layout, ages=ages, dense=tuple(name for name in layout.dense if name not in settled))
+
+
+def _make_encoder(
+    survey: Survey,
+    layout: RawLayout,
+    splitter: Splitter,
+    hash_rows: Mapping[str, int],
+    earlier: Continuation | None,
+) -> Encoder:
+    layout = layout.with_survey(survey.boundaries, survey.periods, survey.dates)
+    seeds = {column.name: feature_seed(column.name, splitter.seed) for column in layout.sparse}
+    splitter = replace(
+        splitter,
+        test_from=survey.test_from,
+        valid_from=survey.valid_from,
+        is_valid_by_time=splitter.is_valid_by_time and survey.valid_from is not None,
+    )
+    if earlier is None:
+        return Encoder(layout, splitter, hash_seeds=seeds, hash_rows=hash_rows)
+    return Encoder(
+        layout,
+        splitter,
+        hash_seeds=earlier.hash_seeds(layout),
+        hash_rows=hash_rows,
+        uncounted=earlier.kept_vocabularies,
+    )
+
+
 def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
     """Return the options that `meseta train --data` uses: a vocabulary, buckets, and a valid split unless an option
-    defines it.
+    defines it. Options with `like` are returned unchanged.
 
     The valid split are the last rows if there is a column of times. If `options.out` was prepared already, its choices
     of vocabulary, buckets, valid split and features of times are kept.
     """
+    if options.like is not None:
+        return options
     record = load_record(options.out)
     former = {} if record is None else record["options"]
     # Do not replace hashing by a vocabulary in a dataset that was prepared otherwise.
@@ -201,10 +232,11 @@ def with_training_defaults(options: PrepareOptions) -> PrepareOptions:
     return replace(options, valid_fraction=DEFAULT_VALID_FRACTION, valid_by_time=by_time)
 
 
-def load_prepared(options: PrepareOptions) -> Dataset | None:
+def load_prepared(options: PrepareOptions, *, checks_like: bool = True) -> Dataset | None:
     """Return the dataset that `prepare` wrote with these options, or `None` if `options.out` contains no dataset.
 
-    Raises MesetaError if it was prepared from other sources or with other options.
+    Without `checks_like`, the dataset of `options.like` is not read, so it may have changed or be missing. Raises
+    MesetaError if the dataset was prepared from other sources or with other options.
     """
     out = options.out
     if not (out / DATASET_FILE).exists():
@@ -213,7 +245,7 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     if record is None:
         difference: str | None = "it has no record of its sources"
     else:
-        difference = record_difference(record, make_record(options, _find_sources(options, _load_schema(options))))
+        difference = record_difference(record, _make_record(options, record, checks_like=checks_like))
     if difference:
         raise MesetaError(
             f"{str(out)!r} was not prepared from these files with these options: {difference}; use --force to prepare "
@@ -222,21 +254,39 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     return Dataset.load(out)
 
 
+def _make_record(options: PrepareOptions, former: Mapping[str, Any], *, checks_like: bool) -> dict[str, Any]:
+    schema = _load_schema(options)
+    if checks_like or options.like is None:
+        earlier = Continuation.load(options)
+        sources = _find_sources(options, schema, earlier)
+        return make_record(options, sources, None if earlier is None else earlier.dataset)
+    # The prepared rows have the form of the earlier ones.
+    dataset = Dataset.load(options.out)
+    form = Continuation(dataset=dataset, layout=layout_from_dataset(dataset), options=options)
+    record = make_record(options, _find_sources(options, schema, form), dataset)
+    record["options"]["like"] = former["options"].get("like")
+    return record
+
+
 def _load_schema(options: PrepareOptions) -> Schema | None:
     return None if options.schema is None else Schema.load(options.schema)
 
 
-def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Source, ...]:
+def _find_sources(options: PrepareOptions, schema: Schema | None, earlier: Continuation | None) -> tuple[Source, ...]:
     delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
     encoding = options.encoding or (schema.encoding if schema else None)
-    sources = find_sources(
-        options.sources,
-        {"valid": options.valid_files, "test": options.test_files},
-        split_rest=any(options.split_rule(split) in ("fraction", "after") for split in HELD_OUT_SPLITS),
-        delimiter=delimiter,
-        header=header,
-        encoding=encoding,
-    )
+    patterns = options.sources
+    split_files: dict[Literal["valid", "test"], Sequence[str]] = {
+        "valid": options.valid_files,
+        "test": options.test_files,
+    }
+    split_rest = any(options.split_rule(split) in ("fraction", "after") for split in HELD_OUT_SPLITS)
+    if earlier is not None:
+        sources = find_earlier_form(earlier.dataset, patterns, split_files, split_rest=split_rest, encoding=encoding)
+    else:
+        sources = find_sources(
+            patterns, split_files, split_rest=split_rest, delimiter=delimiter, header=header, encoding=encoding
+        )
     if encoding is not None and not sources[0].format.is_text:
         raise MesetaError(
             f"prepare: an encoding is for text, but {sources[0].path!r} is {sources[0].format.title}; remove the "
@@ -246,13 +296,22 @@ def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Sourc
 
 
 def _find_layout(
-    options: PrepareOptions, schema: Schema | None, sources: Sequence[Source], progress: Progress | None = None
-) -> RawLayout:
+    options: PrepareOptions,
+    schema: Schema | None,
+    sources: tuple[Source, ...],
+    earlier: Continuation | None,
+    progress: Progress | None = None,
+) -> tuple[tuple[Source, ...], RawLayout]:
+    """Return (raw files with their column names, layout of their rows)."""
     on_scan = None if progress is None else partial(progress, "scan")
-    return find_layout(sources, options.named_columns, schema, on_scan, skip_bad=options.bad_rows == "skip")
+    if earlier is not None:
+        return earlier.match(sources, schema, on_scan)
+    sources = sources[0].format.with_header(sources)
+    skip_bad = options.bad_rows == "skip"
+    return sources, find_layout(sources, options.named_columns, schema, on_scan, skip_bad=skip_bad)
 
 
-def _make_splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
+def _make_splitter(options: PrepareOptions, layout: RawLayout, seed: int) -> Splitter:
     is_after = any(options.split_rule(split) == "after" for split in HELD_OUT_SPLITS)
     by = cast(SplitBy | None, "time" if is_after else options.split_by)
     if by is not None and getattr(layout, by) is None:
@@ -261,7 +320,7 @@ def _make_splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
             f"{', or with --time' if by == 'time' else ''} (libsvm has the group qid; Criteo's TSV has neither)"
         )
     splitter = Splitter(
-        seed=options.seed,
+        seed=seed,
         test_fraction=options.split_fraction("test") or 0.0,
         valid_fraction=options.split_fraction("valid") or 0.0,
         by=by,

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from meseta.data.dataset.dataset import DATASET_FILE
+from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.dataset.growth import DEFAULT_MAX_CANDIDATES
 from meseta.data.formats.format import Source
 from meseta.data.prepare.options import PrepareOptions
 from meseta.errors import StorageError
@@ -25,12 +27,14 @@ from meseta.system.remote import is_url
 PREPARE_RECORD_FILE = "prepare.json"
 SPOOL_FOLDER = ".meseta-spool"
 """Folder in a run folder with rows from memory until they are prepared. A hash of its rows is the name of a file."""
+_JOURNAL_VERSION = 2
+"""Version of the files in the staging folder. Files of other versions are not reused."""
 _IRRELEVANT_OPTIONS = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}
 
 
-def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, Any]:
-    """Return everything that determines the rows of a dataset as plain data: the options, and the files with size and
-    change time.
+def make_record(options: PrepareOptions, sources: Sequence[Source], earlier: Dataset | None = None) -> dict[str, Any]:
+    """Return everything that determines the rows of a dataset as plain data: the options, the files with size and
+    change time, and a digest of the `earlier` dataset of `options.like`.
 
     Includes the content of a schema file. Raises MesetaError if it cannot be read.
     """
@@ -47,9 +51,18 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
         "time_features",
         "buckets",
         "default_buckets",
+        "like",
+        "grow",
+        "recount",
+        "retire_after",
+        "without",
     ):
         if not chosen[name]:
             del chosen[name]
+    if options.max_candidates == DEFAULT_MAX_CANDIDATES:
+        del chosen["max_candidates"]
+    if earlier is not None:
+        chosen["like"] = earlier_digest(earlier)
     if options.schema is not None:
         try:
             chosen["schema"] = options.schema.read_text(errors="replace")
@@ -57,6 +70,14 @@ def make_record(options: PrepareOptions, sources: Sequence[Source]) -> dict[str,
             raise MesetaError(f"schema {str(options.schema)!r}: {error.strerror}") from None
     document: dict[str, Any] = to_json_types({"options": chosen, "sources": source_entries(sources)})
     return document
+
+
+def earlier_digest(dataset: Dataset) -> str:
+    """Return a SHA-256 of the description of a dataset without paths. It is the same in the folders of its runs."""
+    paths = {"vocabulary", "candidates"}
+    document = dataset.model_dump(mode="json", exclude={"sparse": {"__all__": paths}, "touched": True, "splits": True})
+    document["splits"] = {name: split.num_rows for name, split in dataset.splits.items()}
+    return sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def source_entries(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
@@ -107,6 +128,8 @@ def record_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str 
         return "its sources were in another order"
     for name in {**before["options"], **now["options"]}:
         was, now_value = before["options"].get(name), now["options"].get(name)
+        if name == "like" and was and now_value and was != now_value:
+            return "the dataset of --like has changed, or is another one"
         if was != now_value and (was or now_value):  # Records of earlier versions lack newer options.
             return f"the option {name} was {_format_value(was)} and is {_format_value(now_value)} now"
     return None
@@ -133,7 +156,7 @@ class Staging:
         self.scratch = folder / "spool"
         """Folder for temporary files that are not part of the finished folder."""
         # Files that were written before a crash of the machine may not have reached the disk, so they are not reused.
-        self._key = to_json_types({**key, "boot": boot_id()})
+        self._key = to_json_types({**key, "version": _JOURNAL_VERSION, "boot": boot_id()})
         self.state: dict[str, Any] = self._load()
         """State of the last commit of this process or of the interrupted one. Empty if nothing was committed."""
         self._committed_s = time.monotonic()
