@@ -223,7 +223,7 @@ _RecountOption = Annotated[
         rich_help_panel=_LIKE_PANEL,
     ),
 ]
-_RetireAfterOption = Annotated[
+RetireAfterOption = Annotated[
     int | None,
     typer.Option(
         help="With --grow, free the rows of values without an occurrence in this number of parts.",
@@ -231,7 +231,7 @@ _RetireAfterOption = Annotated[
         rich_help_panel=_LIKE_PANEL,
     ),
 ]
-_WithoutOption = Annotated[
+WithoutOption = Annotated[
     list[str] | None,
     typer.Option(
         help="With --like and --as train, columns or features of the earlier dataset to leave out.",
@@ -268,8 +268,8 @@ def prepare(
     as_split: _AsOption = None,
     grow: _GrowOption = False,
     recount: _RecountOption = False,
-    retire_after: _RetireAfterOption = None,
-    without: _WithoutOption = None,
+    retire_after: RetireAfterOption = None,
+    without: WithoutOption = None,
     test_fraction: TestFractionOption = None,
     test_files: TestFilesOption = None,
     test_after: TestAfterOption = None,

@@ -26,6 +26,7 @@ from meseta.cli.prepare import (
     MaxBadRowsOption,
     MultiValuedOption,
     QuietOption,
+    RetireAfterOption,
     SchemaOption,
     SparseOption,
     SplitByOption,
@@ -38,8 +39,10 @@ from meseta.cli.prepare import (
     ValidFilesOption,
     ValidFractionOption,
     VerboseOption,
+    WithoutOption,
     bad_row_options,
     column_options,
+    comma_list,
     run_prepare,
 )
 from meseta.cli.restarts import RestartPolicy, run_with_restarts
@@ -151,6 +154,19 @@ _LikeOption = Annotated[
     ),
 ]
 
+_NoGrowOption = Annotated[
+    bool,
+    typer.Option("--no-grow", help="Keep its vocabularies. New values share row 0.", rich_help_panel=_START_PANEL),
+]
+_MaxCandidatesOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Maximum number of rarer values to count per feature.",
+        show_default="10,000,000",
+        rich_help_panel=_START_PANEL,
+    ),
+]
+
 
 def train(
     arguments: _SettingsArgument = None,
@@ -183,6 +199,10 @@ def train(
     load: _LoadOption = None,
     reset: _ResetOption = None,
     like: _LikeOption = None,
+    no_grow: _NoGrowOption = False,
+    retire_after: RetireAfterOption = None,
+    max_candidates: _MaxCandidatesOption = None,
+    without: WithoutOption = None,
     no_test: _NoTestOption = False,
     baseline: _BaselineOption = None,
     profile: _ProfileOption = False,
@@ -221,7 +241,11 @@ def train(
             if readers != "0":
                 stack.enter_context(_run_local_readers(readers, data or [], settings))
             _launch_ranks(nproc, _current_max_restarts(max_restarts, restarts), min_nproc, settings)
-        searched = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said) if data else None
+        searched = None
+        if data and settings.start_from is not None:
+            _prepare_next(settings, sources=data, force=force, **said, **_growth_options(parameters))
+        elif data:
+            searched = _prepare_and_choose_settings(document, settings, sources=data, force=force, **said)
         settings = validate_document(document, config)
         _train(settings, with_test=not no_test, profile=profiled, from_scratch=force, searched=searched)
 
@@ -297,6 +321,30 @@ def _prepare_and_choose_settings(
     if chosen and is_first_rank() and not CurrentDetail.is_quiet():
         _print_chosen(chosen, dataset)
     return dataset, free
+
+
+def _growth_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of PrepareOptions for rows that continue those of a parent."""
+    without = [name for entry in parameters["without"] or () for name in comma_list(entry)]
+    return {
+        "grow": not parameters["no_grow"],
+        "retire_after": parameters["retire_after"],
+        "without": without,
+        **_given_options(max_candidates=parameters["max_candidates"]),
+    }
+
+
+def _prepare_next(settings: RunConfig, **options: Any) -> None:
+    """Prepare the rows of a run with a parent like the parent's, with vocabularies that grow."""
+    from meseta.checkpoint import newest
+    from meseta.data import PrepareOptions
+    from meseta.train.start.parent import find_encoding_folder
+
+    assert settings.data.dir is not None  # Checked by `_choose_folders`.
+    # A run with a checkpoint no longer needs its parent, which may have been deleted.
+    has_begun = not options["force"] and newest(settings.checkpoint_location) is not None
+    like = settings.data.dir if has_begun else find_encoding_folder(settings)
+    _ensure_prepared(PrepareOptions(out=settings.data.dir, like=like, **options), checks_like=not has_begun)
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
@@ -388,22 +436,22 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[Path | None, Sequence[st
     return None, arguments
 
 
-def _ensure_prepared(options: PrepareOptions) -> Dataset:
+def _ensure_prepared(options: PrepareOptions, *, checks_like: bool = True) -> Dataset:
     """Return the dataset of `options`. The first rank prepares it if needed, and the other ranks wait for it."""
     prepares = is_first_rank()
-    while (dataset := _load_prepared(options)) is None:
+    while (dataset := _load_prepared(options, checks_like=checks_like)) is None:
         if prepares:
             return run_prepare(options, command="`meseta prepare FILE --out DIR`", is_result=False)
         time.sleep(0.2)  # If the first rank fails, the launcher ends this one.
     return dataset
 
 
-def _load_prepared(options: PrepareOptions) -> Dataset | None:
+def _load_prepared(options: PrepareOptions, *, checks_like: bool) -> Dataset | None:
     """Return the prepared dataset, or `None` if it has to be prepared."""
     from meseta.data.prepare import load_prepared
 
     try:
-        return load_prepared(options)
+        return load_prepared(options, checks_like=checks_like)
     except MesetaError:
         # With --force, a dataset that was prepared with other options is replaced.
         if not options.force:

@@ -103,19 +103,23 @@ class Parent:
         """Return the config of the run, or `None` without its folder."""
         return None if self.run is None else self.run.load_config()
 
+    def encoding_folder(self, like: Path | None = None) -> Path:
+        """Return the folder of the dataset that `load_dataset` returns. Raises MesetaError if it is unknown."""
+        folder = self.run.path if like is None and self.run is not None else like
+        if folder is None:
+            raise MesetaError(
+                f"checkpoint {str(self.checkpoint)!r} is not in the folder of its run, so the encoding of its data is "
+                "unknown; add --like RUN or DATASET with the same encoding"
+            )
+        return folder
+
     def load_dataset(self, like: Path | None = None) -> Dataset:
         """Return the dataset with whose encoding the checkpoint was trained.
 
         It is that of the run folder, or the one in folder `like` for a checkpoint alone. Raises MesetaError if there
         is none, or it has another encoding than the checkpoint.
         """
-        folder = self.run.path if like is None and self.run is not None else like
-        where = f"checkpoint {str(self.checkpoint)!r}"
-        if folder is None:
-            raise MesetaError(
-                f"{where} is not in the folder of its run, so the encoding of its data is unknown; add --like RUN or "
-                "DATASET with the same encoding"
-            )
+        folder, where = self.encoding_folder(like), f"checkpoint {str(self.checkpoint)!r}"
         if self.run is not None and folder == self.run.path:
             dataset = load_training_dataset(self.run, self.run.load_config())
         else:
@@ -133,6 +137,24 @@ class Parent:
                     "--like RUN or DATASET with the same encoding"
                 )
         return dataset
+
+
+def find_parent(config: RunConfig) -> Parent:
+    """Return the parent that a config names: the checkpoint in the record of the run, or the one to choose now.
+
+    Raises MesetaError if it is missing, or has changed since it was recorded.
+    """
+    assert config.start_from is not None
+    record = StartRecord.load(config.run_dir)
+    return Parent.find(config.start_from) if record is None else Parent.from_record(record)
+
+
+def find_encoding_folder(config: RunConfig) -> Path:
+    """Return the folder with the encoding of the parent that a config names. Raises MesetaError if it has another
+    one."""
+    parent = find_parent(config)
+    parent.load_dataset(config.start.like)
+    return parent.encoding_folder(config.start.like)
 
 
 def _run_of(place: Location) -> RunDir | None:

@@ -25,7 +25,7 @@ from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage, as_stored
 from meseta.storage.tiered import TRANSFER_CHUNK_ROWS
 from meseta.train.setup.config_changes import find_model_change
-from meseta.train.start.parent import Parent
+from meseta.train.start.parent import Parent, find_parent
 from meseta.train.start.row_sources import DENSE_PART, map_rows, new_row_masks
 from meseta.train.start.start_record import StartRecord
 from meseta.train.state import (
@@ -49,7 +49,7 @@ def start_from_parent(trainer: Trainer) -> None:
     does not fit the config or the dataset.
     """
     config, world, dataset = trainer.config, trainer.world, trainer.dataset
-    parent, before, maps = world.broadcast_from_rank_0(lambda: _find_parent(config, dataset))
+    parent, before, maps = world.broadcast_from_rank_0(lambda: _load_parent(config, dataset))
     with_states = "states" in config.start.load
     sources = {name: TableSource(rows=rows, states=with_states) for name, rows in maps.items()}
     embeddings = trainer.model.embeddings
@@ -77,15 +77,12 @@ def start_from_parent(trainer: Trainer) -> None:
         print(f"starting from {parent.checkpoint}", file=sys.stderr)
 
 
-def _find_parent(config: RunConfig, dataset: Dataset) -> tuple[Parent, Dataset, dict[str, RowMap]]:
+def _load_parent(config: RunConfig, dataset: Dataset) -> tuple[Parent, Dataset, dict[str, RowMap]]:
     """Return the parent, the dataset with its encoding, and the maps from its rows to those of the run."""
     assert config.start_from is not None
-    record = StartRecord.load(config.run_dir)
-    if record is None:  # The config was not completed by `add_inherited`.
-        parent = Parent.find(config.start_from)
+    parent = find_parent(config)
+    if StartRecord.load(config.run_dir) is None:  # The config was not completed by `add_inherited`.
         parent.record(config.start_from, {}).save(config.run_dir)
-    else:
-        parent = Parent.from_record(record)
     parent.check_other_place(config.run_dir, (config.checkpoint_location, config.checkpoint.mirror))
     before = parent.load_dataset(config.start.like)
     return parent, before, map_rows(before, dataset, config.start.reset)
