@@ -81,9 +81,12 @@ def dense_tensors(
     return tensors
 
 
-def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restore the tensors of `dense_tensors`. Raises MesetaError if a parameter is missing or its shape differs."""
-    set_dense_parameters(model, tensors)
+def set_dense_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], where: str = "checkpoint"
+) -> None:
+    """Restore the tensors of `dense_tensors`. Raises MesetaError, whose message starts with `where`, if a parameter is
+    missing or its shape differs."""
+    set_dense_parameters(model, tensors, where)
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."

@@ -117,7 +117,7 @@ def _load_dense(trainer: Trainer, parent: Parent, before: Dataset, loaded: Loade
         set_dense_parameters(trainer.model, parameters, where)
         return
     check_dense_optimizer(where, trainer.optimizer, loaded.state["dense_optimizer"], loaded.dense, loaded.step)
-    set_dense_tensors(trainer.model, trainer.optimizer, carried.tensors)
+    set_dense_tensors(trainer.model, trainer.optimizer, carried.tensors, where)
     if any(name.startswith(AVERAGE_PREFIX) for name in carried.tensors):
         trainer.average.set_tensors(carried.tensors, where)
 
