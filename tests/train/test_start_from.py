@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import yaml
 from numpy.typing import NDArray
 
 from bad_input.commands import run_here
+from cli.processes import Command
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
@@ -23,7 +27,7 @@ from meseta.data.prepare import PrepareOptions, prepare
 from meseta.ops.random_rows import initial_rows
 from meseta.spec import InitSpec, TableSpec
 from meseta.train.trainer import Trainer
-from small_run import settings, train
+from small_run import final_checksum, settings, train
 
 NUM_ROWS = 400
 
@@ -137,7 +141,7 @@ def test_one_command_a_day(days: Path, tmp_path: Path) -> None:
     command = ("train", "--start-from", parent, "--data", days / "1.csv", f"run_dir={tmp_path / 'child'}")
     ended = run_here(*command)
     assert ended.code == 0, ended.err
-    assert f"starting from {parent}/checkpoints/step-000000003" in ended.err
+    assert f"starting from {parent}/checkpoints/step-000000003" in ended.out + ended.err
     assert digests(parent) == before
     former, config = (yaml.safe_load((run / "config.yaml").read_text()) for run in (parent, tmp_path / "child"))
     assert config["model"] == former["model"] and config["embedding"]["optimizer"] == former["embedding"]["optimizer"]
@@ -245,3 +249,34 @@ def test_a_checkpoint_alone(days: Path, tmp_path: Path) -> None:
     alone_columns = columns_of(tmp_path / "alone")
     for feature, columns in columns_of(tmp_path / "whole").items():
         assert all(np.array_equal(values, alone_columns[feature][name]) for name, values in columns.items())
+
+
+NUM_KILLS = 40
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_killed_commands_end_with_the_same_bits(days: Path, tmp_path: Path) -> None:
+    """Kills at random moments of the preparation, the load, the steps and the saves, several of some runs."""
+    parent = Path(shutil.copytree(days / "parent", tmp_path / "parent"))
+    before, draw = digests(parent), random.Random(4)
+
+    def command(run_dir: Path) -> list[object]:
+        return ["train", "--start-from", parent, "--data", days / "1.csv", f"run_dir={run_dir}", "train.batch_size=20",
+                "checkpoint.every_steps=3"]  # fmt: skip
+
+    start_s = time.perf_counter()
+    Command(tmp_path / "logs", *command(tmp_path / "whole")).succeed()
+    whole_s, expected = time.perf_counter() - start_s, final_checksum(tmp_path / "whole")
+    num_kills = 0
+    for number in range(NUM_KILLS):
+        run_dir = tmp_path / f"run-{number}"
+        for _ in range(draw.randint(1, 2)):
+            killed = Command(tmp_path / "logs", *command(run_dir))
+            time.sleep(draw.uniform(0.0, whole_s))
+            killed.send(signal.SIGKILL)
+            num_kills += killed.wait() != 0
+        Command(tmp_path / "logs", *command(run_dir)).succeed()
+        assert final_checksum(run_dir) == expected, number
+        assert digests(parent) == before
+    assert num_kills >= NUM_KILLS // 2

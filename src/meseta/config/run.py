@@ -478,7 +478,7 @@ class StartConfig(Section):
     reset: tuple[str, ...] = ()
     """Tables, by feature, with initial rows instead. 'dense' is the dense part."""
     like: LocalPath | None = None
-    """Dataset or run with the encoding of a checkpoint that is in no run folder."""
+    """Dataset or run with the encoding of a checkpoint without run folder."""
 
     @model_validator(mode="after")
     def _check(self) -> StartConfig:

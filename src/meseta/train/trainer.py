@@ -94,6 +94,8 @@ class Trainer:
             self._trained_position = self.reader.position
             self.step = 0
             self.num_samples = 0
+            self.started_from: str | None = None
+            """Checkpoint of the parent whose weights this start has loaded."""
             self.clock = TrainingClock()
             self.best_position: tuple[int, int] | None = None
             self._lr_factor = 1.0
@@ -205,6 +207,8 @@ class Trainer:
                 is_past_best = self.config.train.finish == "best" and self.early_stopping.best_step not in (None, first)
                 other = f" (the last; the best so far is step {self.early_stopping.best_step})" if is_past_best else ""
                 progress.print_line(f"resuming from step {first}{other}, {self.run_dir.checkpoints}")
+            elif self.started_from is not None:
+                progress.print_line(f"starting from {self.started_from}")
             if note := bfloat16_note(self.config, self.world):
                 progress.print_line(note)
             with self.checkpoint_manager.signal_listener:

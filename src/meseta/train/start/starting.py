@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +72,7 @@ def start_from_parent(trainer: Trainer) -> None:
     else:
         trainer.average.reset()
     trainer.checkpoint_manager.count_restores(loaded.state.get("restores", 0) + (QUANTIZED in loaded.manifest))
-    if world.rank == 0:
-        print(f"starting from {parent.checkpoint}", file=sys.stderr)
+    trainer.started_from = str(parent.checkpoint)
 
 
 def _load_parent(config: RunConfig, dataset: Dataset) -> tuple[Parent, Dataset, dict[str, RowMap]]:
