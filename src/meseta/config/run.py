@@ -476,7 +476,7 @@ class StartConfig(Section):
     load: tuple[StartPart, ...] = get_args(StartPart)
     """Loaded parts. 'states' are those of optimizers."""
     reset: tuple[str, ...] = ()
-    """Tables, by feature, with initial rows instead. 'dense' is the dense part."""
+    """Tables, by feature, with initial rows. 'dense' is the dense part."""
     like: LocalPath | None = None
     """Dataset or run with the encoding of a checkpoint without run folder."""
 

@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from meseta.checkpoint.row_map import RowMap
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
 from meseta.data.dataset.records import SparseEncoding
-from meseta.data.dataset.vocabulary import combine_chunks, read_vocabulary_values
+from meseta.data.dataset.vocabulary import read_vocabulary_values
+from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError, suggest
 
 DENSE_PART = "dense"
@@ -55,19 +57,29 @@ def map_values(before: pa.Array, now: pa.Array) -> RowMap:
     `before` [rows] and `now` [rows] are values (large_binary) in the order of their rows. Rows without a value are
     null.
     """
-    sources = np.full(len(now), -1, np.int64)
-    num_common = min(len(before), len(now))
     # Rows usually keep their numbers, and comparing is faster than searching.
+    num_common = min(len(before), len(now))
     is_same = pc.equal(before[:num_common], now[:num_common]).fill_null(False).to_numpy(zero_copy_only=False)
     is_same[:1] = True
+    sources = np.full(len(now), -1, np.int64)
     sources[:num_common][is_same] = np.flatnonzero(is_same)
-    moved = np.flatnonzero((sources < 0) & now.is_valid().to_numpy(zero_copy_only=False))
-    rest = np.setdiff1d(np.arange(len(before)), np.flatnonzero(is_same), assume_unique=True)
+    moved, rest = (_other_rows(values, is_same) for values in (now, before))
     if moved.size and rest.size:
-        places = pc.index_in(now.take(pa.array(moved)), value_set=before.take(pa.array(rest)), skip_nulls=True)
-        at = combine_chunks(pa.chunked_array([places])).fill_null(-1).to_numpy(zero_copy_only=False)
-        sources[moved] = np.where(at >= 0, rest[at], -1)
+        hashes = [[hash_categories(values, seed)[rows] for seed in (0, 1)] for values, rows in
+                  ((before, rest), (now, moved))]  # fmt: skip
+        at = pc.index_in(pa.array(hashes[1][0]), value_set=pa.array(hashes[0][0])).fill_null(-1)
+        places = at.to_numpy(zero_copy_only=False)
+        # Values with one hash rarely have another one in common.
+        is_equal = (places >= 0) & (hashes[0][1][places] == hashes[1][1])
+        sources[moved] = np.where(is_equal, rest[places], -1)
     return RowMap.from_sources(sources)
+
+
+def _other_rows(values: pa.Array, is_same: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the rows that have a value and are not the same in another vocabulary."""
+    is_other = values.is_valid().to_numpy(zero_copy_only=False)
+    is_other[: len(is_same)] &= ~is_same
+    return np.flatnonzero(is_other)
 
 
 def check_same_meaning(before: Dataset, now: Dataset, reset: Collection[str]) -> None:
@@ -102,7 +114,7 @@ def _without_values(feature: SparseEncoding) -> SparseEncoding:
     return feature.model_copy(update={"num_embeddings": 1, "vocabulary_digest": None})
 
 
-def new_row_masks(now: Dataset, maps: Mapping[str, RowMap]) -> dict[str, np.ndarray]:
+def new_row_masks(now: Dataset, maps: Mapping[str, RowMap]) -> dict[str, NDArray[np.bool_]]:
     """Return which rows [rows] of each table of a vocabulary have no row in the parent. Row 0 is one of them."""
     masks = {}
     for feature in now.sparse:
