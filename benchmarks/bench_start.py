@@ -35,7 +35,7 @@ from meseta.comm import World
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec, Plan, Shard, TableSpec
 from meseta.storage import TableShard
-from meseta.train.start.row_sources import map_values
+from meseta.train.start.row_sources import map_vocabularies
 
 NUM_TABLES, NUM_COLUMNS, NEW_SHARE = 8, 60, 0.1
 OPTIMIZER = OptimizerSpec(name="rowwise_adagrad")
@@ -54,9 +54,7 @@ def specs(num_rows: int) -> list[TableSpec]:
 def make_shards(num_rows: int) -> list[TableShard]:
     whole = {"rows": (0, num_rows), "columns": (0, NUM_COLUMNS), "ranks": (0,)}
     return [
-        TableShard.create(
-            spec, Shard(table=spec.name, **whole), make_row_optimizer(OPTIMIZER), seed=0, device="cpu"
-        )
+        TableShard.create(spec, Shard(table=spec.name, **whole), make_row_optimizer(OPTIMIZER), seed=0, device="cpu")
         for spec in specs(num_rows)
     ]
 
@@ -101,8 +99,8 @@ class Files:
         sources = None
         if name != "before":
             # Each feature has its own vocabulary.
-            maps = {shard.spec.name: map_values(self.values("before"), self.values(name)) for shard in shards}
-            sources = {table: TableSource(rows=rows) for table, rows in maps.items()}
+            maps = map_vocabularies([lambda: (self.values("before"), self.values(name)) for _ in shards])
+            sources = {shard.spec.name: TableSource(rows=rows) for shard, rows in zip(shards, maps, strict=True)}
         checkpoint.load(self.saved, world=World.single(), shards=shards, sources=sources)
 
     def load_with_torch(self, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +14,15 @@ from numpy.typing import NDArray
 from meseta.checkpoint.row_map import RowMap
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
-from meseta.data.dataset.records import SparseEncoding
+from meseta.data.dataset.records import SparseEncoding, SparseFeature
 from meseta.data.dataset.vocabulary import read_vocabulary_values
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError, suggest
+from meseta.system.processors import num_cores
 
 DENSE_PART = "dense"
 """Name of the dense part in `start.reset`, in place of a table."""
+_MAX_THREADS = 4
 
 
 def map_rows(before: Dataset, now: Dataset, reset: Collection[str]) -> dict[str, RowMap]:
@@ -34,7 +38,7 @@ def map_rows(before: Dataset, now: Dataset, reset: Collection[str]) -> dict[str,
             raise MesetaError(f"start.reset: {name!r} is no sparse feature; {suggest(name, [*names, DENSE_PART])}")
     check_same_meaning(before, now, reset)
     former = {feature.name: feature for feature in before.sparse}
-    maps = {}
+    maps, others = {}, []
     for feature in now.sparse:
         if feature.name in reset or feature.name not in former:
             continue
@@ -45,10 +49,19 @@ def map_rows(before: Dataset, now: Dataset, reset: Collection[str]) -> dict[str,
         if was.vocabulary_digest is not None and was.vocabulary_digest == feature.vocabulary_digest:
             maps[feature.name] = RowMap.identity(feature.num_embeddings)
         else:
-            maps[feature.name] = map_values(
-                read_vocabulary_values(before.dir, was), read_vocabulary_values(now.dir, feature)
-            )
-    return maps
+            others.append((was, feature))
+
+    def load(pair: tuple[SparseFeature, SparseFeature]) -> tuple[pa.Array, pa.Array]:
+        return read_vocabulary_values(before.dir, pair[0]), read_vocabulary_values(now.dir, pair[1])
+
+    row_maps = map_vocabularies([partial(load, pair) for pair in others])
+    return maps | {feature.name: rows for (_, feature), rows in zip(others, row_maps, strict=True)}
+
+
+def map_vocabularies(loads: Sequence[Callable[[], tuple[pa.Array, pa.Array]]]) -> list[RowMap]:
+    """Return `map_values` of the two vocabularies that each function loads. A few of them are in memory at a time."""
+    with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
+        return list(pool.map(lambda load: map_values(*load()), loads))
 
 
 def map_values(before: pa.Array, now: pa.Array) -> RowMap:
