@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
 from bad_input.commands import run_here
 from data.click_log import read_split
-from data.new_files import NUM_ROWS, NUM_TRAIN, of_csv
+from data.new_files import KINDS, NUM_ROWS, NUM_TRAIN
 from data.test_resume_prepare import interrupted, kill, small, tree, write_sources  # noqa: F401
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.dataset.check import check_dataset
@@ -62,9 +63,10 @@ def ids(dataset: Dataset, feature: str = "user") -> list[int]:
 
 
 @pytest.mark.parametrize("vocabulary", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_training_rows_have_the_earlier_encoding(tmp_path: Path, vocabulary: bool) -> None:
-    """Every kind of column becomes what it was in the test split of the first preparation."""
-    train, test, _, options = of_csv(tmp_path)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind != "csv")) for kind in KINDS])
+def test_training_rows_have_the_earlier_encoding(tmp_path: Path, kind: str, vocabulary: bool) -> None:
+    """Rows of every kind of column equal those of the test split of the first preparation."""
+    train, test, _, options = KINDS[kind](tmp_path)
     before = prepare(
         PrepareOptions(
             sources=list(map(str, train)), test_files=[str(test)], out=tmp_path / "data", hash_rows=70, min_count=2,
@@ -184,6 +186,12 @@ def test_columns_come_and_go(tmp_path: Path) -> None:
     assert [feature.name for feature in again.sparse] == ["user", "item", "city", "balance.bucket"]
     assert again.without == ("price.bucket",) and words(again, "city")[1:] == ["c0", "c1", "c2"]
     assert not check_dataset(again.dir).faults
+    # Parquet lists the columns of features in another order.
+    arrow = pacsv.read_csv(tmp_path / "back.csv")
+    pq.write_table(arrow, tmp_path / "back.parquet")
+    same = prepare(PrepareOptions(sources=[f"{tmp_path}/back.parquet"], like=again.dir, out=tmp_path / "same"))
+    assert read_split(same.dir, "train").equals(read_split(again.dir, "train"))
+    assert (same.source_form, same.part) == (again.source_form, 3)
 
 
 def test_a_dataset_of_an_earlier_version_starts_counting(tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def _drop_columns(dataset: Dataset, names: Sequence[str]) -> Dataset:
         features = [f.name for f in dataset.dense if name in (f.name, f.age.column if f.age else None)]
         features += [f.name for f in dataset.sparse if name == f.name or name in f.made_of]
         form = dataset.source_form
-        has_role = {"time": name == dataset.time, "group": name in (dataset.group, form.group if form else None)}
+        group = (dataset.group, form.group if form else None)
+        has_role = {"time": name == dataset.time, "weight": name == dataset.weight, "group": name in group}
         if not features and not any(has_role.values()) and name not in dataset.without:
             columns = [*(f.name for f in dataset.dense), *(f.name for f in dataset.sparse)]
             raise MesetaError(
