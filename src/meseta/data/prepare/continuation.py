@@ -239,8 +239,8 @@ def missing_counts_note(options: PrepareOptions) -> str | None:
     if not names:
         return None
     return (
-        f"{str(options.like)!r} has no counts of values without a row, because an older version or a dispatcher wrote "
-        f"it; counting starts at zero for {join_names([*map(repr, names)], 8)}"
+        f"{str(options.like)!r} has no counts of values without a row, because an older version wrote it; "
+        f"counting starts at zero for {join_names([*map(repr, names)], 8)}"
     )
 
 
