@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -113,6 +114,27 @@ def test_ranks_see_what_the_first_one_sees(days: Path, tmp_path: Path) -> None:
     same(list(FollowingReader(tmp_path, OPTIONS, broadcast=lambda message: next(heard)).batches()), first)
 
 
+def test_parts_with_the_vocabulary_of_the_first_one(tmp_path: Path) -> None:
+    values = [[f"c{number * number % (20 + 9 * day)}" for number in range(80)] for day in range(3)]
+    for day, cities in enumerate(values):
+        rows = "".join(f"{number % 2},{city}\n" for number, city in enumerate(cities))
+        (tmp_path / f"{day}.csv").write_text(f"click,city\n{rows}")
+    parts = tmp_path / "parts"
+    sources = [[f"{tmp_path}/{day}.csv"] for day in range(3)]
+    first = PrepareOptions(sources=sources[0], out=parts / "0", vocabulary=True, min_count=2, test_fraction=0.0)
+    words = pq.read_table(prepare(first).dir / "vocabulary/city.parquet")["value"].to_pylist()
+    prepare(PrepareOptions(sources=sources[1], out=parts / "1", like=parts / "0"))
+    reader = FollowingReader(parts, ReaderOptions(batch_size=80))
+    ids = torch.cat([batch.sparse.values for batch in reader.batches()]).tolist()
+    assert ids == [words.index(city) if city in words else 0 for city in values[0] + values[1]] and 0 in ids
+    state = json.loads(json.dumps(reader.get_state()))
+    prepare(PrepareOptions(sources=sources[2], out=parts / "2", like=parts / "1", grow=True))
+    later = FollowingReader(parts, ReaderOptions(batch_size=80))
+    later.set_state(state)
+    with pytest.raises(MesetaError, match=r"part '2' .* another vocabulary of 'city' .*train --start-from"):
+        list(later.batches())
+
+
 def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="is not a directory; create it"):
         FollowingReader(tmp_path / "nowhere", OPTIONS)
@@ -129,7 +151,7 @@ def test_what_cannot_be_one_stream(days: Path, tmp_path: Path) -> None:
         list(reader.batches())
     shutil.rmtree(tmp_path / "day_3")
     prepare(PrepareOptions(sources=[source], out=tmp_path / "day_4", vocabulary=True))
-    with pytest.raises(MesetaError, match=r"part 'day_4' .* has its own vocabulary"):
+    with pytest.raises(MesetaError, match=r"part 'day_4' .* differs from the first part in sparse"):
         list(reader.batches())
     with pytest.raises(MesetaError, match="state of format None"):
         reader.set_state({})

@@ -238,6 +238,8 @@ def test_a_run_stores_its_vocabularies(tmp_path: Path) -> None:
             assert feature.vocabulary == f"vocabulary/{feature.name}.parquet"
             source = "config.yaml" if feature.name == "city" else feature.vocabulary
             assert (run / feature.vocabulary).read_bytes() == before[source]
+            assert feature.candidates == f"vocabulary/{feature.name}+candidates.parquet"
+            assert (run / feature.candidates).read_bytes() == before[feature.candidates]
     with mock.patch("os.link", side_effect=OSError(18, "Invalid cross-device link")):
         train(settings(data, tmp_path / "copied", train__max_steps=2))
     assert tree(tmp_path / "copied/vocabulary") == tree(run / "vocabulary")

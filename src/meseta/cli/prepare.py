@@ -231,6 +231,9 @@ RetireAfterOption = Annotated[
         rich_help_panel=_LIKE_PANEL,
     ),
 ]
+_MaxCandidatesOption = Annotated[
+    int, typer.Option(help="With a vocabulary, maximum number of rarer values to count per feature, for --grow.")
+]
 WithoutOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -281,9 +284,7 @@ def prepare(
     hash_rows: _HashRowsOption = None,
     vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Map frequent values to rows, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary, minimum number of occurrences of a value.")] = 10,
-    max_candidates: Annotated[
-        int, typer.Option(help="With a vocabulary, maximum number of rarer values to count per feature.")
-    ] = 10_000_000,
+    max_candidates: _MaxCandidatesOption = 10_000_000,
     label: LabelOption = None,
     dense: DenseOption = None,
     sparse: SparseOption = None,

@@ -21,9 +21,8 @@ from meseta.data.dataset.vocabulary import (
     VOCABULARY_FOLDER,
     Vocabulary,
     combine_chunks,
-    load_vocabulary,
     make_vocabulary,
-    read_vocabulary_values,
+    read_table_values,
 )
 from meseta.data.hash_categories import hash_categories
 from meseta.errors import error_summary
@@ -162,12 +161,13 @@ class VocabularyParts:
         Earlier versions stored neither the last parts nor candidates. All values then occurred in `part`, and there are
         no candidates. Raises MesetaError if a file cannot be read, or does not belong to the feature.
         """
-        vocabulary = load_vocabulary(folder, feature, hash_seed)
-        values = read_vocabulary_values(folder, feature)
+        values = read_table_values(folder, feature)
+        vocabulary = make_vocabulary(feature.name, feature.vocabulary or "", values, hash_seed)
         try:
-            file = pq.ParquetFile(resolve_inside(folder, feature.vocabulary or ""))
-            names = [name for name in ("count", "last") if name in file.schema_arrow.names]
-            columns = {name: column.to_numpy() for name, column in zip(names, file.read(names).columns, strict=True)}
+            place = resolve_inside(folder, feature.vocabulary or "")
+            names = [name for name in ("count", "last") if name in pq.read_schema(place).names]
+            table = pq.read_table(place, columns=names)
+            columns = {name: table[name].to_numpy() for name in names}
             counts = columns["count"].astype(np.int64)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise MesetaError(

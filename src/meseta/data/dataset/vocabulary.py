@@ -102,6 +102,12 @@ def load_vocabulary(folder: Path, feature: SparseFeature, hash_seed: int) -> Voc
 
     Raises MesetaError if the file cannot be read, or does not belong to the feature.
     """
+    return make_vocabulary(feature.name, feature.vocabulary or "", read_table_values(folder, feature), hash_seed)
+
+
+def read_table_values(folder: Path, feature: SparseFeature) -> pa.Array:
+    """Return the result of `read_vocabulary_values`. Raises MesetaError as it does, and if the number of rows differs
+    from that of the table."""
     values = read_vocabulary_values(folder, feature)
     # Freed rows change the digest. A vocabulary without a digest is of a version that freed no rows.
     num_nulls = values.null_count if feature.vocabulary_digest is not None else 1
@@ -110,7 +116,7 @@ def load_vocabulary(folder: Path, feature: SparseFeature, hash_seed: int) -> Voc
             f"vocabulary {str(folder / (feature.vocabulary or ''))!r} must have {feature.num_embeddings} rows, and "
             "only the first one without a value; prepare the dataset again"
         )
-    return make_vocabulary(feature.name, feature.vocabulary or "", values, hash_seed)
+    return values
 
 
 def make_vocabulary(

@@ -77,8 +77,8 @@ class Continuation:
             buckets=(),
         )
         skip_bad = options.bad_rows == "skip"
-        found = find_layout(matched[0].format.with_header(matched), named, schema, on_scan, skip_bad=skip_bad)
-        return matched, self._add_columns(f"source {matched[0].path!r}", found, is_schema=schema is not None)
+        inferred = find_layout(matched[0].format.with_header(matched), named, schema, on_scan, skip_bad=skip_bad)
+        return matched, self._add_columns(f"source {matched[0].path!r}", inferred, is_schema=schema is not None)
 
     def hash_seeds(self, layout: RawLayout) -> dict[str, int]:
         """Return the seed of the hash of each sparse feature."""
@@ -186,16 +186,16 @@ class Continuation:
             if name not in (*self.layout.labels, *self.layout.raw_label_columns, *entries):
                 raise _other_label(name, self.dataset, self.layout)
 
-    def _add_columns(self, where: str, found: RawLayout, *, is_schema: bool) -> RawLayout:
-        """Return the layout with new columns of `found`: all of a schema file, or those that the options name."""
+    def _add_columns(self, where: str, inferred: RawLayout, *, is_schema: bool) -> RawLayout:
+        """Return the layout with new columns of `inferred`: all of a schema file, or those that the options name."""
         options, layout = self.options, self.layout
-        if found.labels != layout.labels:
-            raise _other_label(", ".join(found.labels), self.dataset, layout)
+        if inferred.labels != layout.labels:
+            raise _other_label(", ".join(inferred.labels), self.dataset, layout)
         categories = [entry.partition("=")[0] for entry in options.multi_valued]
-        dense = [name for name in found.dense if is_schema or _matches(name, options.dense)]
+        dense = [name for name in inferred.dense if is_schema or _matches(name, options.dense)]
         sparse = [
             column
-            for column in found.sparse
+            for column in inferred.sparse
             if not column.is_empty and (is_schema or _matches(column.raw_column, [*options.sparse, *categories]))
         ]
         self._check_kinds(dense, sparse)
@@ -203,15 +203,15 @@ class Continuation:
         dense = [name for name in dense if name not in before]
         sparse = [column for column in sparse if column.name not in before]
         raw_columns = {*layout.columns}
-        whole_numbers = [name for name in found.whole_numbers if name not in raw_columns]
+        whole_numbers = [name for name in inferred.whole_numbers if name not in raw_columns]
         extended = replace(
             layout,
             dense=(*layout.dense, *dense),
-            signed=(*layout.signed, *(name for name in found.signed if name in dense)),
-            ages=(*layout.ages, *(age for age in found.ages if age.name in dense)),
+            signed=(*layout.signed, *(name for name in inferred.signed if name in dense)),
+            ages=(*layout.ages, *(age for age in inferred.ages if age.name in dense)),
             sparse=(*(column for column in layout.sparse if not (column.is_empty and sparse)), *sparse),
             whole_numbers=(*layout.whole_numbers, *whole_numbers),
-            partition_keys=tuple(dict.fromkeys([*layout.partition_keys, *found.partition_keys])),
+            partition_keys=tuple(dict.fromkeys([*layout.partition_keys, *inferred.partition_keys])),
         )
         check_features(where, extended)
         return extended
@@ -239,8 +239,8 @@ def missing_counts_note(options: PrepareOptions) -> str | None:
     if not names:
         return None
     return (
-        f"{str(options.like)!r} has no counts of values without a row, because an older version or a dispatcher wrote "
-        f"it; counting starts at zero for {join_names([*map(repr, names)], 8)}"
+        f"{str(options.like)!r} has no counts of values without a row, because an older version wrote it; "
+        f"counting starts at zero for {join_names([*map(repr, names)], 8)}"
     )
 
 
@@ -262,7 +262,8 @@ def _drop_columns(dataset: Dataset, names: Sequence[str]) -> Dataset:
         features = [f.name for f in dataset.dense if name in (f.name, f.age.column if f.age else None)]
         features += [f.name for f in dataset.sparse if name == f.name or name in f.made_of]
         form = dataset.source_form
-        has_role = {"time": name == dataset.time, "group": name in (dataset.group, form.group if form else None)}
+        group = (dataset.group, form.group if form else None)
+        has_role = {"time": name == dataset.time, "weight": name == dataset.weight, "group": name in group}
         if not features and not any(has_role.values()) and name not in dataset.without:
             columns = [*(f.name for f in dataset.dense), *(f.name for f in dataset.sparse)]
             raise MesetaError(

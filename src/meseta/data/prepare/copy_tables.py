@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset.dataset import Dataset
@@ -16,8 +17,9 @@ from meseta.data.dataset.vocabulary import read_vocabulary_values
 from meseta.spec import MesetaError
 from meseta.system.files import first_name_collision, move
 
-Fetch = Callable[[str | None], Iterable[bytes]]
-"""Returns the content of a file in chunks: the vocabulary of a feature, or the bits of trained rows for `None`."""
+Fetch = Callable[[str | None, bool], Iterable[bytes]]
+"""Returns the content of a file in chunks: the vocabulary of a feature, its candidates if the second argument is true,
+or the bits of trained rows for `None`."""
 
 
 def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> Dataset:
@@ -25,8 +27,8 @@ def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> D
     the new paths.
 
     Files are hard links if the file system allows it, otherwise copies. If the dataset is on another machine, `fetch`
-    returns their content, except candidates, which are left out. Existing files are replaced. Files that are missing or
-    outside of the dataset folder keep their paths.
+    returns their content. Existing files are replaced. Files that are missing or outside of the dataset folder keep
+    their paths.
 
     Raises OSError if the folder cannot be written, MesetaError if a fetched vocabulary has another digest, and any
     error of `fetch`.
@@ -41,12 +43,18 @@ def copy_tables(dataset: Dataset, folder: Path, fetch: Fetch | None = None) -> D
         _store_fetched(fetch, feature, folder, name)
         return name
 
+    def keep_candidates(feature: SparseFeature, path: str) -> str:
+        name = candidates_path(feature.name)
+        if fetch is None:
+            return _link_or_copy(dataset, path, folder, name)
+        if not (folder / name).exists() or not _has_vocabulary(folder, feature, names[feature.name]):
+            _replace_atomically(folder / name, partial(_write_chunks, fetch(feature.name, True)))
+        return name
+
     def keep_tables(feature: SparseFeature) -> SparseFeature:
         if feature.vocabulary is None:
             return feature
-        candidates = None
-        if feature.candidates is not None and fetch is None:
-            candidates = keep(feature.candidates, candidates_path(feature.name))
+        candidates = None if feature.candidates is None else keep_candidates(feature, feature.candidates)
         paths = {"vocabulary": keep(feature.vocabulary, names[feature.name], feature), "candidates": candidates}
         return feature.model_copy(update=paths)
 
@@ -77,15 +85,11 @@ def _link_or_copy(dataset: Dataset, path: str, folder: Path, name: str) -> str:
 
 def _store_fetched(fetch: Fetch, feature: SparseFeature | None, folder: Path, name: str) -> None:
     """Store a fetched file, unless the folder already has the vocabulary with the right digest."""
-    if feature is not None and feature.vocabulary_digest is not None:
-        with suppress(MesetaError):
-            read_vocabulary_values(folder, feature.model_copy(update={"vocabulary": name}))
-            return
+    if feature is not None and _has_vocabulary(folder, feature, name):
+        return
 
     def fill(temporary: Path) -> None:
-        with temporary.open("xb") as file:
-            for piece in fetch(None if feature is None else feature.name):
-                file.write(piece)
+        _write_chunks(fetch(None if feature is None else feature.name, False), temporary)
         if feature is not None:
             inner = temporary.relative_to(folder).as_posix()
             try:
@@ -97,6 +101,22 @@ def _store_fetched(fetch: Fetch, feature: SparseFeature | None, folder: Path, na
                 ) from None
 
     _replace_atomically(folder / name, fill)
+
+
+def _has_vocabulary(folder: Path, feature: SparseFeature, name: str) -> bool:
+    """Whether the file `name` has the values of which `feature` has the digest."""
+    if feature.vocabulary_digest is None:
+        return False
+    with suppress(MesetaError):
+        read_vocabulary_values(folder, feature.model_copy(update={"vocabulary": name}))
+        return True
+    return False
+
+
+def _write_chunks(chunks: Iterable[bytes], path: Path) -> None:
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
 
 
 def _replace_atomically(target: Path, fill: Callable[[Path], None]) -> None:

@@ -236,7 +236,9 @@ class FirstPass:
             rules = [(split, self.options.split_rule(split)) for split in self.options.splits if split != "train"]
             ways_out = " or ".join(f"{change[rule]} --{split}-{rule}" for split, rule in rules if rule)
             if not ways_out:
-                raise MesetaError("prepare: the files have no rows, so there is nothing new to train on; add rows")
+                raise MesetaError(
+                    f"prepare: none of {num_rows} rows has a label, so there is nothing new to train on; add labels"
+                )
             raise MesetaError(f"prepare: none of {num_rows} rows is left for training; {ways_out}")
         if "valid" in self.tallies and not self.tallies["valid"].num_rows:
             change = {"fraction": "raise", "after": "give an earlier", "files": "give other"}

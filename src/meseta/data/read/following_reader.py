@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
+from meseta.data.dataset.encoding import with_vocabulary_digests
 from meseta.data.read.batch import Batch
 from meseta.data.read.options import ReaderOptions
 from meseta.data.read.reader import Reader
@@ -35,8 +36,8 @@ class FollowingReader:
             state = reader.get_state()               # JSON-able; on a new reader: reader.set_state(state)
 
     A part is a folder made by `meseta prepare --out FOLDER/NAME`, which appears as a whole. All parts must have the
-    same features and hash seeds. Dense columns of later parts are rescaled to the means and deviations of the first
-    part.
+    same features, hash seeds and vocabularies. Dense columns of later parts are rescaled to the means and deviations of
+    the first part.
 
     Each part is read once. A batch has rows of one part only, so it depends on the files of that part and on the
     options, not on the number of ranks.
@@ -138,16 +139,12 @@ class FollowingReader:
         return True
 
     def _open(self, name: str) -> None:
-        dataset = Dataset.load(self.folder / name)
+        dataset = with_vocabulary_digests(Dataset.load(self.folder / name))
         kind = _part_schema(dataset)
-        if any(feature.encoding == "vocabulary" for feature in dataset.sparse):
-            raise MesetaError(
-                f"follow: part {name!r} of {str(self.folder)!r} has its own vocabulary, so its rows do not match those "
-                "of other parts; prepare all parts with --hash-rows"
-            )
         self._first_schema = self._first_schema or kind
+        self._check_vocabularies(name, kind)
         for key in kind:
-            # States of earlier versions lack whole_numbers.
+            # States of earlier versions lack whole_numbers and vocabularies.
             expected, actual = self._first_schema.get(key, []), kind[key]
             if key == "dense":
                 expected, actual = ([column[0] for column in columns] for columns in (expected, actual))
@@ -158,6 +155,16 @@ class FollowingReader:
                 )
         self._reader = Reader(dataset, self._split, self.options, rank=self._rank, num_ranks=self._num_ranks)
         self._part = name
+
+    def _check_vocabularies(self, name: str, kind: Mapping[str, Any]) -> None:
+        assert self._first_schema is not None
+        first, now = (dict(schema.get("vocabularies", ())) for schema in (self._first_schema, kind))
+        for feature in (feature for feature in now if feature in first and first[feature] != now[feature]):
+            raise MesetaError(
+                f"follow: part {name!r} of {str(self.folder)!r} has another vocabulary of {feature!r} than the first "
+                "part, so its rows do not match; prepare it with --like FIRST_PART --as train, or train a run on it "
+                "with `meseta train --start-from`, which finds rows by value"
+            )
 
     def _rescale(self, batch: Batch, dataset: Dataset) -> Batch:
         assert self._first_schema is not None
@@ -185,4 +192,5 @@ def _part_schema(dataset: Dataset) -> dict[str, Any]:
             for f in dataset.sparse
         ],
         "whole_numbers": sorted(dataset.source_form.whole_numbers) if dataset.source_form else [],
+        "vocabularies": [[f.name, f.vocabulary_digest] for f in dataset.sparse if f.encoding == "vocabulary"],
     }

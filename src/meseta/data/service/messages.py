@@ -196,6 +196,12 @@ class TableRequest(Message):
     """Digest of the dataset's description."""
     feature: Name | None
     """Feature whose vocabulary is requested. `None` requests the bits of trained rows."""
+    candidates: bool = False
+    """Whether the candidates of the vocabulary are requested."""
+
+    def to_bytes(self) -> bytes:
+        # Dispatchers of older versions, which have no candidates, refuse the key.
+        return self.model_dump_json(exclude=None if self.candidates else {"candidates"}).encode()
 
 
 class ReaderFailure(Message):

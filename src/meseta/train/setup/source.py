@@ -186,8 +186,10 @@ class ServedSource(_ServiceSource):
 
         described = self._description
 
-        def fetch(feature: str | None) -> Iterator[bytes]:
-            request = TableRequest(dataset=described.name, digest=described.digest, feature=feature)
+        def fetch(feature: str | None, candidates: bool) -> Iterator[bytes]:
+            request = TableRequest(
+                dataset=described.name, digest=described.digest, feature=feature, candidates=candidates
+            )
             with self._dispatcher() as dispatcher:
                 yield from dispatcher.fetch_table(request)
 

@@ -96,15 +96,16 @@ class Catalog:
     def read_table(self, request: TableRequest) -> Iterator[bytes]:
         """Return chunks of a file that trainers need to encode new rows.
 
-        The file is the vocabulary of `request.feature`, or the list of touched rows if that is `None`. Raises
-        MesetaError if the dataset has no such file, or it cannot be opened.
+        The file is the vocabulary of `request.feature` or its candidates, or the list of touched rows if that is
+        `None`. Raises MesetaError if the dataset has no such file, or it cannot be opened.
         """
         self._check_digest(request.dataset, request.digest)
         dataset = self._datasets[request.dataset]
-        paths = {feature.name: feature.vocabulary for feature in dataset.sparse if feature.vocabulary is not None}
+        paths = {f.name: f.candidates if request.candidates else f.vocabulary for f in dataset.sparse}
         name = dataset.touched if request.feature is None else paths.get(request.feature)
         if name is None:
-            content = "touched rows" if request.feature is None else f"vocabulary of a feature {request.feature!r}"
+            kind = "candidates" if request.candidates else "vocabulary"
+            content = "touched rows" if request.feature is None else f"{kind} of a feature {request.feature!r}"
             raise MesetaError(f"dataset {request.dataset!r} has no {content}")
         try:
             file = dataset.resolve_file(name).open("rb")
