@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SIZES = {"embedding_dim": 4, "deep_mlp": [8], "cross_layers": 2, "cross_low_rank": 3}
 WITH_BOTTOM_MLP = [variant for variant in VARIANTS if variant.startswith("dlrm")]
+EIGHT = ["logistic_regression", "fm", "deepfm", "wide_deep", "dlrm", "dlrm_dcnv2", "dcnv2 full parallel", "mmoe"]
+"""A variant of each model."""
 NUM_ROWS, BATCH_SIZE = 6, 256
 EVERY = {"new_price": 0, "new_site": 1, "new_tag": 2, "price": 3, "age": 4, "user": 5, "item": 6, "shop": 7}
 """Seed of the values of each column."""
@@ -171,13 +173,15 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 PRECISIONS = [(torch.float32, 1e-6), (torch.float64, 1e-14)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in EIGHT else pytest.mark.soak) for name in VARIANTS]
+)
 def test_new_columns_change_no_prediction(variant: str) -> None:
     before, now = before_and_now(variant)
     for dtype, tolerance in PRECISIONS:
         parent = trained_model(variant, before, dtype)
         child, _ = continued(parent, variant, before, now)
-        inputs = draw_inputs()
+        inputs = draw_inputs(10_000)
         for name in ("fields.dense_vectors", "top_mlp.0.weight", "deep_mlp.0.weight", "linear.weight"):
             if name in child.state_dict():
                 assert child.state_dict()[name].shape != parent.state_dict()[name].shape
@@ -185,7 +189,7 @@ def test_new_columns_change_no_prediction(variant: str) -> None:
         assert difference <= tolerance
 
 
-@pytest.mark.parametrize("variant", sample(VARIANTS, k=4, seed=1))
+@pytest.mark.parametrize("variant", sample(VARIANTS, k=2, seed=1))
 def test_reordered_columns_are_matched_by_name(variant: str) -> None:
     before = columns_of(variant, "price age new_price", "user item shop new_tag")
     now = columns_of(variant, "new_price price age", "new_tag item shop user")
@@ -199,7 +203,7 @@ def test_reordered_columns_are_matched_by_name(variant: str) -> None:
         assert largest_difference(logits_of(parent, before, inputs), logits_of(child, now, inputs)) <= tolerance
 
 
-@pytest.mark.parametrize("variant", sample(VARIANTS, k=4, seed=2))
+@pytest.mark.parametrize("variant", sample(VARIANTS, k=2, seed=2))
 def test_a_model_without_columns_is_the_old_one_with_zeros_there(variant: str) -> None:
     now, before = before_and_now(variant)
     parent = trained_model(variant, before, torch.float64)
@@ -211,7 +215,7 @@ def test_a_model_without_columns_is_the_old_one_with_zeros_there(variant: str) -
     assert largest_difference(expected, logits_of(child, now, inputs)) <= 1e-14
 
 
-@pytest.mark.parametrize("variant", sample(VARIANTS, k=4, seed=3))
+@pytest.mark.parametrize("variant", sample(VARIANTS, k=2, seed=3))
 def test_moments_and_averages_follow_their_weights(variant: str) -> None:
     before, now = before_and_now(variant)
     parent = trained_model(variant, before)
@@ -235,7 +239,7 @@ def test_moments_and_averages_follow_their_weights(variant: str) -> None:
         assert ((new == 0) | (new == parameter[~is_old])).all()
 
 
-@pytest.mark.parametrize("variant", sample(VARIANTS, k=4, seed=4))
+@pytest.mark.parametrize("variant", sample(VARIANTS, k=2, seed=4))
 def test_a_column_that_is_added_back_starts_fresh(variant: str) -> None:
     without, before = before_and_now(variant)
     parent = trained_model(variant, before)
@@ -264,7 +268,7 @@ def test_a_column_that_is_added_back_starts_fresh(variant: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "num_steps"),
     [
-        *((variant, 30) for variant in ("deepfm", "dlrm", "dcnv2 full parallel")),
+        *((variant, 20) for variant in ("deepfm", "dlrm")),
         *(pytest.param(variant, 200, marks=pytest.mark.soak) for variant in VARIANTS),
     ],
 )
@@ -346,7 +350,7 @@ def test_weights_of_pairs_follow_the_names_of_both_vectors() -> None:
         assert weight[position] == expected, pair
 
 
-@pytest.mark.parametrize("variant", sample(VARIANTS, k=3, seed=6))
+@pytest.mark.parametrize("variant", sample(VARIANTS, k=2, seed=6))
 def test_the_first_dense_columns_change_no_prediction(variant: str) -> None:
     before = columns_of(variant, "", "user item shop")
     now = columns_of(variant, "new_price price", "shop user item")
@@ -378,6 +382,36 @@ def test_a_bottom_mlp_is_built_dropped_and_built_again(variant: str) -> None:
     for name, value in exchanged.items():
         if ".bottom_mlp." in name:
             assert torch.equal(value, rebuilt[name])
+
+
+def test_only_one_factor_of_each_path_is_zero() -> None:
+    def new_entries(variant: str, name: str) -> tuple[Tensor, Tensor]:
+        before, now = before_and_now(variant)
+        fresh = new_model(variant, now)
+        tensors = carry_over(saved_tensors(trained_model(variant, before)), before, fresh, now).tensors
+        return tensors[f"model.{name}"], fresh.get_parameter(name)
+
+    # x_0 is price, new_price, age, then new_tag, user, item, new_site and shop, 4 wide each.
+    is_new = torch.tensor([0, 1, 0] + [1] * 4 + [0] * 8 + [1] * 4 + [0] * 4, dtype=torch.bool)
+    crossed, initial = new_entries("dcnv2 full stacked", "cross.layers.1.weight")
+    # The products of a new input are new, and no old weight reads them, so old ones must not read the new input.
+    assert torch.equal(crossed[is_new], initial[is_new])
+    assert (crossed[~is_new][:, is_new] == 0).all() and (crossed[~is_new][:, ~is_new] != 0).all()
+    up, initial = new_entries("dcnv2 low_rank stacked", "cross.up.0.weight")
+    assert torch.equal(up[is_new], initial[is_new]) and (initial != 0).all()
+    for variant, name in (
+        ("dcnv2 low_rank stacked", "cross.down.0.weight"),
+        ("dcnv2 low_rank stacked", "deep_mlp.0.weight"),
+        ("mmoe", "gates.1.weight"),
+    ):
+        weight, _ = new_entries(variant, name)
+        assert (weight[:, is_new] == 0).all() and (weight[:, ~is_new] != 0).all()
+    # Vectors of new columns are zero, so that weights that read them are not.
+    deep, initial = new_entries("deepfm", "deep_mlp.0.weight")
+    is_new = torch.tensor([0, 1, 0, 1, 0, 0, 1, 0], dtype=torch.bool).repeat_interleave(4)
+    assert torch.equal(deep[:, is_new], initial[:, is_new]) and (deep != 0).all()
+    vectors, _ = new_entries("deepfm", "fields.dense_vectors")
+    assert (vectors[1] == 0).all() and (vectors[[0, 2]] != 0).all()
 
 
 @pytest.mark.soak

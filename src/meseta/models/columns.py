@@ -73,7 +73,8 @@ class InputColumns:
 
 def vector_labels(source: Source, width: int) -> list[InputLabel]:
     """Return the labels of the elements of an input's vector."""
-    return [InputLabel(frozenset({source}), element) for element in range(width)]
+    sources = frozenset({source})
+    return [InputLabel(sources, element) for element in range(width)]
 
 
 def describe_changes(before: InputColumns, now: InputColumns) -> str:
@@ -128,7 +129,7 @@ class ColumnAxes:
 
     A model class that can change its columns has a method `column_axes(columns)`, which returns these axes for any
     columns. Each path from a new input to the logit must have a zero factor, so that adding the input changes no
-    prediction. It must have only one, so that gradients reach all new weights and rows.
+    prediction. Each new weight and row must be on a path without another zero factor, so that it has a gradient.
     """
 
     parameters: Mapping[str, ParameterAxes]
