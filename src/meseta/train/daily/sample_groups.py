@@ -101,8 +101,10 @@ def find_distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray
 
 def sort_samples(columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return the columns of a `MetricWindow` with group codes, in an order that depends on the set of samples only."""
+    logits = columns["logits"] + columns["logits"].dtype.type(0)  # -0.0 becomes 0.0.
+    columns = {**columns, "logits": logits}
     _, index = find_distinct(columns["groups"])
-    order = _sort_order([columns["logits"], index, columns["labels"], columns.get("weights")])
+    order = _sort_order([logits, index, columns["labels"], columns.get("weights")])
     return {name: column[order] for name, column in columns.items()}
 
 
