@@ -120,7 +120,7 @@ def _tasks_table(final: EvalLine) -> str:
     # Only a run with several labels has metrics by label.
     if not final.tasks:
         return ""
-    return tag("h3", "By label") + _metrics_table("label", list(final.tasks.items()))
+    return tag("h3", "By label") + metrics_table("label", list(final.tasks.items()))
 
 
 def _segments_table(final: EvalLine, feature: str) -> str:
@@ -129,10 +129,11 @@ def _segments_table(final: EvalLine, feature: str) -> str:
         name = "all others" if segment.value is None else format_count(segment.value)
         # With several labels, a segment has one row per label.
         rows += [(f"{name}, {task}", metrics) for task, metrics in segment.tasks.items()] or [(name, segment)]
-    return tag("h3", escape(f"By {feature}")) + _metrics_table("row", rows)
+    return tag("h3", escape(f"By {feature}")) + metrics_table("row", rows)
 
 
-def _metrics_table(name: str, lines: Sequence[tuple[str, EvalMetrics]]) -> str:
+def metrics_table(name: str, lines: Sequence[tuple[str, EvalMetrics]]) -> str:
+    """Return a table of metrics with one row per (label, metrics). `name` is the header of the labels."""
     metrics = metrics_in(line for _, line in lines)
     rows = [
         [escape(label), format_count(line.num_samples), format_count(line.num_positives)]

@@ -13,6 +13,7 @@ from meseta.report.charts.plan_treemap import plan_section
 from meseta.report.data_statistics import data_section
 from meseta.report.evaluation import Headline, evaluation_section, final_evaluation, headline
 from meseta.report.importance import importance_section
+from meseta.report.new_rows import PROGRESSIVE, TEST_FIRST, measured_epochs, new_rows_section
 from meseta.report.prediction import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.step_tables import stages_section
@@ -27,6 +28,7 @@ from meseta.telemetry.formatting import (
     format_si,
     is_drawable,
 )
+from meseta.telemetry.history import HISTORY_FILE
 from meseta.telemetry.metrics import TEST, VALID
 from meseta.telemetry.summary import TRIALS_FILE
 from meseta.telemetry.timeline import TIMELINE_FILE
@@ -36,7 +38,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page about a run atomically and return its path.
 
     Only these files of the run folder are read: config.yaml, dataset.json, plan.json, environment.json, metrics.jsonl,
-    summary.json, and timeline.json and trials.json if they exist. The page names missing and invalid files.
+    summary.json, and timeline.json, trials.json and history.jsonl if they exist. The page names missing and invalid
+    files.
 
     Args:
         run_dir: Run folder. The run may be unfinished.
@@ -73,6 +76,8 @@ def render_report(record: RunRecord) -> str:
         ("Environment", _environment, "environment.json", "the run has no record of its environment"),
     ]
     body = [_header(record), _problems(record), _tiles(record)]
+    if new_rows := new_rows_section(record):
+        body.append(tag("section", tag("h2", "New rows"), new_rows, id="new-rows"))
     for title, build, file, absence in sections:
         problem = f" ({file}: {record.problems[file].text})" if file in record.problems else ""
         content = build(record) or tag("p", escape(f"Not shown: {absence}{problem}."), class_="absent")
@@ -95,9 +100,12 @@ def tiles(record: RunRecord) -> list[Tile]:
     """Return the tiles of a run, from its summary, or from the newest metrics if the run has not ended."""
     head = headline(record)
     is_done = head.is_done
+    new_rows = _new_rows_tiles(record)
+    # A run on new rows often evaluates no split.
+    evaluated = () if new_rows and head.evaluation is None else (("auc", "AUC"), ("ne", "NE"))
     return [
-        _metric_tile(record, head, "auc", "AUC"),
-        _metric_tile(record, head, "ne", "NE"),
+        *new_rows,
+        *(_metric_tile(record, head, key, name) for key, name in evaluated),
         Tile(name="samples/s", value=format_si(head.samples_per_s), note="" if is_done else "median so far"),
         Tile(
             name="steps",
@@ -112,6 +120,21 @@ def tiles(record: RunRecord) -> list[Tile]:
         ),
         Tile(name="training time", value=format_duration(head.train_s), note="" if is_done else "so far"),
     ]
+
+
+def _new_rows_tiles(record: RunRecord) -> list[Tile]:
+    """Return the metrics on the new rows of a run that continues from another one."""
+    continued = record.summary.continued if record.summary else None
+    epochs = {} if continued is None else measured_epochs(continued)
+    shown = []
+    for kind in (TEST_FIRST, PROGRESSIVE):
+        for key, name in (("ne", "NE"), ("auc", "AUC")) if kind in epochs else ():
+            epoch = epochs[kind]
+            groups = (("new ids", epoch.with_new_ids), ("others", epoch.without_new_ids))
+            texts = [f"{group} {format_decimal(m.metric(key))}" for group, m in groups if m and m.num_samples]
+            value = format_decimal(epoch.total.metric(key))
+            shown.append(Tile(name=f"{kind} {name}", value=value, note=", ".join(texts), is_main=True))
+    return shown
 
 
 def _metric_tile(record: RunRecord, head: Headline, key: str, name: str) -> Tile:
@@ -156,7 +179,7 @@ def _problems(record: RunRecord) -> str:
     if record.is_unfinished:
         step = f"Its last logged step is {record.train_lines[-1].step:,}. " if record.train_lines else ""
         notes.append(f"This run has not ended, or was interrupted. {step}Metrics and times are preliminary.")
-    files = (*RUN_FILES, TIMELINE_FILE, TRIALS_FILE)
+    files = (*RUN_FILES, TIMELINE_FILE, TRIALS_FILE, HISTORY_FILE)
     notes += [f"{name}: {record.problems[name].text}." for name in files if name in record.problems]
     return tag("ul", *(tag("li", escape(note)) for note in notes), class_="problems") if notes else ""
 

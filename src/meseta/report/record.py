@@ -17,6 +17,8 @@ from meseta.spec import MesetaError, Plan
 from meseta.spec.plan import PLAN_FILE, read_explicit_plan
 from meseta.system.files import parse_json, read_bounded
 from meseta.system.yaml_text import parse_yaml
+from meseta.telemetry.continued import HistoryLine
+from meseta.telemetry.history import HISTORY_FILE, read_history
 from meseta.telemetry.metrics_file import METRICS_FILE, EvalLine, TrainLine, corrupt_lines_message, read_metrics_lines
 from meseta.telemetry.summary import (
     ENVIRONMENT_FILE,
@@ -70,6 +72,8 @@ class RunRecord:
     """Timeline of profiled steps. `None` if no step was profiled."""
     trials: TrialsRecord | None
     """Trials before the run. `None` if there were none."""
+    history: tuple[HistoryLine, ...]
+    """Runs of the chain, the oldest first. Empty if the run does not continue from another one."""
     problems: Problems
 
     @property
@@ -113,6 +117,7 @@ def read_run(run_dir: Path) -> RunRecord:
         eval_lines=evals,
         timeline=_read_timeline(run_dir, problems),
         trials=_read_optional(run_dir, TRIALS_FILE, TrialsRecord, problems),
+        history=_read_history(run_dir, problems),
         problems=problems,
     )
 
@@ -176,6 +181,14 @@ def _read_plan(run_dir: Path, problems: Problems) -> Plan | None:
 def _read_timeline(run_dir: Path, problems: Problems) -> Timeline | None:
     document = _read_optional(run_dir, TIMELINE_FILE, TraceDocument, problems)
     return None if document is None else document.to_timeline()
+
+
+def _read_history(run_dir: Path, problems: Problems) -> tuple[HistoryLine, ...]:
+    try:
+        return read_history(run_dir)
+    except MesetaError as error:
+        problems[HISTORY_FILE] = _invalid(str(error))
+        return ()
 
 
 def _read_optional(run_dir: Path, name: str, kind: type[T], problems: Problems) -> T | None:

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from meseta.spec.documents import rename_value
 from meseta.spec.stages import FORMER_COMPONENTS, FORMER_OVERLAPS
 from meseta.system.files import parse_json, read_if_exists
+from meseta.telemetry.continued import ContinuedSummary
 from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, VALID
 from meseta.telemetry.metrics_file import (
     Count,
@@ -179,6 +180,8 @@ class RunSummary(Entry):
     """Importance of features. `None` without evaluated rows, and for `report.importance: false`."""
     baseline: BaselineSummary | None = None
     """Baseline of `report.baseline`. `None` without that key, evaluated rows or inputs."""
+    continued: ContinuedSummary | None = None
+    """Parent and metrics on the new rows. `None` unless the run continues from another one."""
 
     @property
     def timings(self) -> dict[str, Any]:

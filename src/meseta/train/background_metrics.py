@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.comm import World
 from meseta.data.read.batch import Batch
 from meseta.pipeline.update_check import LossAgreement
 from meseta.system.background import BackgroundJobs
+from meseta.train.daily.epoch_metrics import EpochMetrics
 from meseta.train.running_metrics import RunningMetrics, StepPredictions
 
 HANDOVER_SAMPLES = 1 << 16
@@ -28,10 +31,12 @@ class BackgroundMetrics:
 
     # Windows are gathered by the caller. The threads would call collectives in another order on each rank.
 
-    def __init__(self, metrics: RunningMetrics, world: World) -> None:
-        self._metrics, self._world = metrics, world
+    def __init__(self, metrics: RunningMetrics, world: World, epoch_metrics: EpochMetrics | None = None) -> None:
+        """Create the thread. `epoch_metrics` also receive all predictions."""
+        self._metrics, self._world, self._epoch_metrics = metrics, world, epoch_metrics
         self._jobs = BackgroundJobs("meseta-metrics", MAX_PENDING_JOBS)
         self._steps: list[StepPredictions] = []
+        self._codes: list[NDArray[np.int64]] = []
         self._num_samples = 0
 
     def add(self, logits: Tensor, batch: Batch, agreement: LossAgreement | None = None) -> None:
@@ -43,6 +48,8 @@ class BackgroundMetrics:
         if self._num_samples >= HANDOVER_SAMPLES:
             self._hand_over()
         self._steps.append(StepPredictions.start_copy(logits, batch, agreement))
+        if self._epoch_metrics is not None:
+            self._codes.append(self._epoch_metrics.codes(batch))
         self._num_samples += batch.batch_size
 
     def start_line(self) -> Callable[[], dict[str, Any]]:
@@ -82,7 +89,9 @@ class BackgroundMetrics:
     def _hand_over(self) -> None:
         if self._steps:
             self._jobs.submit(partial(self._metrics.add, self._steps))
-            self._steps, self._num_samples = [], 0
+            if self._epoch_metrics is not None:
+                self._jobs.submit(partial(self._epoch_metrics.add_steps, self._steps, self._codes))
+            self._steps, self._codes, self._num_samples = [], [], 0
 
     def _raise_error(self) -> None:
         if (error := self._jobs.pop_error()) is not None:

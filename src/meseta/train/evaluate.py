@@ -67,6 +67,7 @@ def predict(
     world: World,
     logit_shift: LogitShift = 0.0,
     outside: OutOfRangeIds | None = None,
+    encode: Callable[[Batch], Batch] | None = None,
 ) -> Iterator[tuple[NDArray[Any], Batch]]:
     """Yield (logits [B] or [B, T], batch) for this rank's slice of each global batch, in CPU memory.
 
@@ -79,12 +80,13 @@ def predict(
         world: Ranks of the run.
         logit_shift: Correction of the logits, see `TrainedModel.correction`.
         outside: Counts out-of-range ids. The counts of training are unchanged.
+        encode: Returns the batch to score in place of a batch of the reader.
     """
     step_threads, outside = StepThreads(), outside or OutOfRangeIds()
     with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
         for batch in batches:
             with step_threads:
-                scores = score_batch(model, batch, world, outside)
+                scores = score_batch(model, batch if encode is None else encode(batch), world, outside)
             if callable(logit_shift):
                 yield logit_shift(scores), batch
             else:

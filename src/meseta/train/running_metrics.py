@@ -86,6 +86,12 @@ class StepPredictions(NamedTuple):
         return [None if column is None else column[: self.num_samples].numpy() for column in columns]
 
 
+def concatenate_steps(steps: Sequence[StepPredictions]) -> list[Any]:
+    """Return logits, labels, weights and mask of steps with the same columns, without padding. Waits for the copies of
+    the logits."""
+    return [_concatenate(parts) for parts in zip(*(step.read() for step in steps), strict=True)]
+
+
 class RunningMetrics:
     """Metrics of all training predictions, made before the update, so that each sample is new to the model.
 
@@ -118,7 +124,7 @@ class RunningMetrics:
                 self._loss_terms_weight += weight_of_all
         # Each numpy call may take the interpreter lock from the training thread, so add several steps in one call.
         for _, group in groupby(steps, lambda step: (step.weights is None, step.label_mask is None)):
-            logits, labels, weights, label_mask = map(_concatenate, zip(*(step.read() for step in group), strict=True))
+            logits, labels, weights, label_mask = concatenate_steps(list(group))
             self._window.add(logits, labels, weights, label_mask=label_mask)
 
     def pop_windows(self) -> list[dict[str, dict[str, NDArray[Any]]]]:

@@ -89,7 +89,7 @@ def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
     types: dict[str, list[pa.DataType]] = {}
     for field in schema:
         types.setdefault(field.name, []).append(field.type)
-    for column in _batch_columns(dataset):
+    for column in (column for column in dataset_columns(dataset) if column.name in {*dataset.columns}):
         name = column.name
         if name not in types:
             raise MesetaError(f"dataset file {str(path)!r} has no column {name!r}; {_PREPARE_AGAIN}")

@@ -151,6 +151,8 @@ class Dataset(FrozenRecord):
     can_lack_labels: bool = Field(default=False, exclude=True)
     """Whether samples may lack labels that the counts of the splits do not show, as in new rows. Not stored in the
     file."""
+    reads_time: bool = Field(default=False, exclude=True)
+    """Whether readers return the column `time`, too. Not stored in the file."""
     dir: Path = Field(default=Path(), exclude=True)
     """Directory from which the dataset was loaded. Not stored in the file."""
 
@@ -179,7 +181,8 @@ class Dataset(FrozenRecord):
         """Columns of the Parquet files from which batches are made."""
         samples = [name for name in (*self.label_columns, self.weight, self.group) if name is not None]
         features = [*(d.name for d in self.dense), *(s.name for s in self.sparse)]
-        return [*samples, *features, *(f"{s.name}.weight" for s in self.sparse if s.weighted)]
+        times = [self.time] if self.time is not None and self.reads_time else []
+        return [*samples, *times, *features, *(f"{s.name}.weight" for s in self.sparse if s.weighted)]
 
     @property
     def num_training_rows(self) -> int:
@@ -224,6 +227,10 @@ class Dataset(FrozenRecord):
         }
         return self.model_copy(update={"labels": tuple(names), "splits": splits})
 
+    def with_times(self) -> Dataset:
+        """Return a description whose readers add the times of samples to batches, if the dataset has times."""
+        return self if self.time is None else self.model_copy(update={"reads_time": True})
+
     def select(self, labels: Sequence[str] | None, without: Sequence[str], *, allow_missing: bool = False) -> Dataset:
         """Return a description with only `labels`, see `with_labels`, and without the features `without`.
 
@@ -259,7 +266,7 @@ class Dataset(FrozenRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Dataset:
-        columns = self.columns if self.time is None else [*self.columns, self.time]
+        columns = self.columns if self.time is None or self.reads_time else [*self.columns, self.time]
         twice = duplicates(columns)
         if twice:
             raise ValueError(f"column {sorted(twice)[0]!r} is named twice")

@@ -304,13 +304,15 @@ class UnseenValues:
         names = [name for name, share in self.shares() if self._is_warning(name, share)]
         return [f"{self._describe(name)}; {CHECK_SPELLING_REMEDY}" for name in names]
 
-    def check(self) -> None:
-        """Raise MesetaError if almost all values of a feature are unseen and its test split does not explain it."""
+    def check(self, command: str = "predict") -> None:
+        """Raise MesetaError if almost all values of a feature are unseen and its test split does not explain it. The
+        message names the command."""
         names = [name for name, share in self.shares() if self._is_error(name, share)]
         if names:
             suffix = f", and so are those of {len(names) - 1:,} other features" if len(names) > 1 else ""
             raise MesetaError(
-                f"predict: {self._describe(names[0])}{suffix}; {CHECK_SPELLING_REMEDY}, or predict with --allow-unseen"
+                f"{command}: {self._describe(names[0])}{suffix}; {CHECK_SPELLING_REMEDY}, or {command} with "
+                "--allow-unseen"
             )
 
     def _is_error(self, name: str, share: float) -> bool:

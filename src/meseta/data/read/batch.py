@@ -39,6 +39,9 @@ class Batch:
     """Group key of each sample (int64), for metrics within groups. `None` if there are no groups."""
     label_mask: Bool[Tensor, " B *T"] | None = None
     """Mask of the known labels with the shape of `label`. `None` means that all labels are known."""
+    time: Float[Tensor, " B"] | None = None
+    """Time of each sample (float64) in seconds since 1970-01-01 UTC, NaN if missing. Always in host memory. `None`
+    unless `Dataset.reads_time` is set."""
     num_padding: int = 0
     """Number of padding samples at the end. They have weight 0 and no ids, and do not affect any result."""
     position: Position | None = None

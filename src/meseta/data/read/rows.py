@@ -93,6 +93,8 @@ class Rows:
     weight: NDArray[np.float32] | None = None
     """Sample weights [n]. `None` without weights."""
     group: NDArray[np.int64] | None = None
+    time: NDArray[np.float64] | None = None
+    """Times [n] in seconds since 1970-01-01 UTC, NaN if missing. `None` unless `Dataset.reads_time` is set."""
 
     def take(self, index: RowIndex) -> Rows:
         """Return the rows at `index`. A slice returns views."""
@@ -108,6 +110,7 @@ class Rows:
             tuple(bags.take(index) for bags in self.bags),
             None if self.weight is None else self.weight[index],
             None if self.group is None else self.group[index],
+            None if self.time is None else self.time[index],
         )
 
     def copy(self) -> Rows:
@@ -119,6 +122,7 @@ class Rows:
             tuple(bags.copy() for bags in self.bags),
             None if self.weight is None else self.weight.copy(),
             None if self.group is None else self.group.copy(),
+            None if self.time is None else self.time.copy(),
         )
 
 
@@ -153,6 +157,7 @@ def decode_rows(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = 
         tuple(_read_bags(tables, feature) for feature in dataset.sparse if feature.multi_valued),
         None if dataset.weight is None else _read_column(tables, dataset.weight, np.float32),
         None if dataset.group is None else _read_column(tables, dataset.group, np.int64),
+        _read_column(tables, dataset.time, np.float64) if dataset.time is not None and dataset.reads_time else None,
     )
 
 
@@ -167,6 +172,7 @@ def concatenate_rows(parts: Sequence[Rows]) -> Rows:
         tuple(_join_bags(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
         _join_present([part.weight for part in parts]),
         _join_present([part.group for part in parts]),
+        _join_present([part.time for part in parts]),
     )
 
 

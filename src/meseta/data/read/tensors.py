@@ -48,6 +48,7 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
         label_mask=None if label_mask is None else torch.from_numpy(label_mask),
         weight=None if rows.weight is None else _owned_tensor(rows.weight),
         group=None if rows.group is None else _owned_tensor(rows.group),
+        time=None if rows.time is None else _owned_tensor(rows.time),
     )
 
 
@@ -70,6 +71,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
         label_mask=None if batch.label_mask is None else _pad_labels(batch.label_mask, more),
         weight=functional.pad(weight, (0, more)),
         group=None if batch.group is None else functional.pad(batch.group, (0, more)),
+        time=None if batch.time is None else functional.pad(batch.time, (0, more)),
         num_padding=more,
     )
 

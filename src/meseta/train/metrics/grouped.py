@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,22 +62,56 @@ def auc_by_group(samples: WeightedSamples) -> GroupedMetric:
     if not len(samples):
         return GroupedMetric(value=math.nan, num_groups=0, num_skipped_groups=0)
     # Without weights, the counts are integers, so the AUC of each group is exact.
-    unsorted = np.ones(len(samples), np.int64) if samples.weights is None else samples.weights
-    order = np.lexsort((unsorted, samples.labels, samples.logits, samples.groups))
-    keys, scores, labels = samples.groups[order], samples.logits[order], samples.labels[order]
-    weights: NDArray[Any] = unsorted[order]
+    weights = () if samples.weights is None else (samples.weights,)
+    order = np.lexsort((*weights, samples.labels, samples.logits, samples.groups))
+    sums = sum_sorted_groups(
+        samples.groups[order],
+        samples.logits[order],
+        samples.labels[order] == 1,
+        None if samples.weights is None else samples.weights[order],
+    )
+    both = (sums.positive > 0) & (sums.negative > 0)
+    return _weighted_mean(sums.aucs()[both], (sums.positive + sums.negative)[both], len(both))
+
+
+class GroupSums(NamedTuple):
+    """Weights of the samples of each group [k], in ascending order of the keys."""
+
+    positive: NDArray[Any]
+    negative: NDArray[Any]
+    twice_won: NDArray[Any]
+    """Twice the weight of the pairs in the right order. A tie counts half."""
+
+    def aucs(self) -> NDArray[np.float64]:
+        """Return the AUC of each group [k]. nan if a class is missing."""
+        pairs = np.multiply(self.positive, self.negative, dtype=np.float64)
+        with np.errstate(invalid="ignore"):
+            # Rounded weights may exceed the range by one ulp.
+            return np.minimum(self.twice_won / (2 * pairs), 1.0)
+
+
+def sum_sorted_groups(
+    keys: NDArray[Any], scores: NDArray[np.floating], is_positive: NDArray[np.bool_], weights: NDArray[Any] | None
+) -> GroupSums:
+    """Sum the samples [n], sorted by (key, score), of each group. There must be at least one sample.
+
+    `weights` of `None` means 1. Integer weights give exact sums.
+    """
     new_group = _starts_new_value(keys)
     ties = np.flatnonzero(new_group | _starts_new_value(scores))
-    positive = np.add.reduceat(weights * (labels == 1), ties)
-    negative = np.add.reduceat(weights * (labels == 0), ties)
+    positive: NDArray[Any]
+    if weights is None:
+        edges = np.append(ties, len(keys))
+        positive = np.diff(np.concatenate([[0], np.cumsum(is_positive)])[edges])
+        negative = np.diff(edges) - positive
+    else:
+        positive = np.add.reduceat(weights * is_positive, ties)
+        negative = np.add.reduceat(weights * ~is_positive, ties)
     first_tie = np.flatnonzero(new_group[ties])
     below = np.cumsum(negative) - negative
     below -= np.repeat(below[first_tie], np.diff(first_tie, append=len(ties)))
     twice_won = np.add.reduceat(positive * (2 * below + negative), first_tie)
-    all_positive, all_negative = (np.add.reduceat(w, first_tie) for w in (positive, negative))
-    both = (all_positive > 0) & (all_negative > 0)
-    aucs = twice_won[both] / (2 * all_positive[both] * all_negative[both])
-    return _weighted_mean(aucs, (all_positive + all_negative)[both], len(both))
+    return GroupSums(np.add.reduceat(positive, first_tie), np.add.reduceat(negative, first_tie), twice_won)
 
 
 def grouped_ndcg(

@@ -88,7 +88,9 @@ class LifetimeWindow:
     """Metrics of any number of samples in 1.8 MB of memory. Log loss, NE and calibration are as exact as those of
     `MetricWindow`. The AUC is binned, with an error bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bins: int = NUM_BINS) -> None:
+        """Create an empty window. Fewer bins need less memory, and increase the error bound of the AUC."""
+        self._num_bins = num_bins
         self._problem = ""
         self.reset()
 
@@ -110,10 +112,11 @@ class LifetimeWindow:
             return
         if not len(samples):
             return
-        scaled = samples.logits.astype(np.float64) * (NUM_BINS / (2.0 * LOGIT_RANGE)) + NUM_BINS / 2
-        bins = np.clip(np.floor(scaled), 0, NUM_BINS - 1).astype(np.intp)
-        by_class = bins + NUM_BINS * (samples.labels == 1)
-        new_counts = np.bincount(by_class, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        num_bins = self._num_bins
+        scaled = samples.logits.astype(np.float64) * (num_bins / (2.0 * LOGIT_RANGE)) + num_bins / 2
+        bins = np.clip(np.floor(scaled), 0, num_bins - 1).astype(np.intp)
+        by_class = bins + num_bins * (samples.labels == 1)
+        new_counts = np.bincount(by_class, minlength=2 * num_bins).reshape(2, num_bins)
         self._counts += new_counts
         sample_weights = samples.weights
         if sample_weights is None and samples.scale != 1.0:
@@ -125,8 +128,8 @@ class LifetimeWindow:
         else:
             losses *= sample_weights
             predictions *= sample_weights
-            self._weights += _digits_by_bin(sample_weights, by_class, 2 * NUM_BINS).reshape(-1, 2, NUM_BINS)
-        self._predictions += _digits_by_bin(predictions, bins, NUM_BINS)
+            self._weights += _digits_by_bin(sample_weights, by_class, 2 * num_bins).reshape(-1, 2, num_bins)
+        self._predictions += _digits_by_bin(predictions, bins, num_bins)
         self._loss += _exact_sum(losses)
 
     def compute(self) -> LifetimeMetrics:
@@ -154,9 +157,9 @@ class LifetimeWindow:
 
     def reset(self) -> None:
         """Remove all samples."""
-        self._counts = np.zeros((2, NUM_BINS), np.int64)
-        self._weights = np.zeros((_NUM_DIGITS, 2, NUM_BINS), np.int64)
-        self._predictions = np.zeros((_NUM_DIGITS, NUM_BINS), np.int64)
+        self._counts = np.zeros((2, self._num_bins), np.int64)
+        self._weights = np.zeros((_NUM_DIGITS, 2, self._num_bins), np.int64)
+        self._predictions = np.zeros((_NUM_DIGITS, self._num_bins), np.int64)
         self._loss = 0
         self._problem = ""
 
@@ -175,17 +178,18 @@ class LifetimeWindow:
     def set_state(self, state: Mapping[str, ArrayLike]) -> None:
         """Replace all samples by a state of `get_state`. Lists from JSON are accepted."""
         self.reset()
-        self._add_state(state)
+        self.add_state(state)
 
     @staticmethod
-    def merge(states: Sequence[Mapping[str, ArrayLike]]) -> LifetimeWindow:
+    def merge(states: Sequence[Mapping[str, ArrayLike]], num_bins: int = NUM_BINS) -> LifetimeWindow:
         """Return one window with the samples of several states, such as those of all ranks."""
-        merged = LifetimeWindow()
+        merged = LifetimeWindow(num_bins)
         for state in states:
-            merged._add_state(state)
+            merged.add_state(state)
         return merged
 
-    def _add_state(self, state: Mapping[str, ArrayLike]) -> None:
+    def add_state(self, state: Mapping[str, ArrayLike]) -> None:
+        """Add the samples of a state of `get_state`, which must have the same number of bins."""
         for name, total in (("counts", self._counts), ("weights", self._weights), ("predictions", self._predictions)):
             added = np.asarray(state[name])
             if added.shape != total.shape:

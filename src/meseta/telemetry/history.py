@@ -1,0 +1,59 @@
+"""History of a run: history.jsonl has one line for each run of its chain, the oldest first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meseta.errors import MesetaError, format_value, reading_error
+from meseta.system.files import parse_json, read_bounded, write_atomic
+from meseta.telemetry.continued import HistoryLine
+
+HISTORY_FILE = "history.jsonl"
+MAX_HISTORY_BYTES = 1 << 28
+"""Maximum size of the file. A line takes up to 100 kB."""
+
+
+def read_history(run_dir: Path) -> tuple[HistoryLine, ...]:
+    """Read the history of a run, which has no lines if the file is missing.
+
+    Raises MesetaError if a line is invalid, and StorageError if reading fails.
+    """
+    path = run_dir / HISTORY_FILE
+    try:
+        content = read_bounded(path, MAX_HISTORY_BYTES)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise reading_error(error, f"history {str(path)!r} cannot be read ({error.strerror})", _REMEDY) from None
+    return parse_history(content, str(path))
+
+
+def parse_history(content: bytes, where: str) -> tuple[HistoryLine, ...]:
+    """Parse the lines of a history. Raises MesetaError that names `where`, the line and the problem."""
+    lines = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            # An incomplete last line is an error, because the file is written as a whole.
+            lines.append(HistoryLine.model_validate(parse_json(line)))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            reason = f"key {format_value(key)}: {problem['msg']}" if key else problem["msg"]
+            raise MesetaError(f"history {where!r}, line {number}: {reason}; {_REMEDY}") from None
+        except ValueError as error:
+            raise MesetaError(f"history {where!r}, line {number}: it is not JSON: {error}; {_REMEDY}") from None
+    return tuple(lines)
+
+
+_REMEDY = "restore the file from a backup, or remove it to start a new history"
+
+
+def write_history(run_dir: Path, earlier: Sequence[HistoryLine], line: HistoryLine) -> None:
+    """Write the history of a run atomically: the lines of its parent, and its own. Raises MesetaError if
+    it cannot be written."""
+    documents = [one.to_dict() for one in (*earlier, line)]
+    write_atomic(run_dir / HISTORY_FILE, "".join(f"{json.dumps(document)}\n" for document in documents))

@@ -1,0 +1,1 @@
+"""Measurements of a run that continues from another run on new rows."""
