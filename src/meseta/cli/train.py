@@ -50,6 +50,7 @@ from meseta.errors import FormerNameWarning, MesetaError, format_value
 from meseta.system.environment import check_extras
 from meseta.system.ranks import is_distributed, is_first_rank
 from meseta.telemetry.detail import CurrentDetail
+from meseta.telemetry.formatting import format_decimal
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -154,6 +155,10 @@ _LikeOption = Annotated[
     ),
 ]
 
+_AgainOption = Annotated[
+    bool,
+    typer.Option("--again", help="Accept files that the chain was trained on before.", rich_help_panel=_START_PANEL),
+]
 _NoGrowOption = Annotated[
     bool,
     typer.Option("--no-grow", help="Keep its vocabularies. New values share row 0.", rich_help_panel=_START_PANEL),
@@ -199,6 +204,7 @@ def train(
     load: _LoadOption = None,
     reset: _ResetOption = None,
     like: _LikeOption = None,
+    again: _AgainOption = False,
     no_grow: _NoGrowOption = False,
     retire_after: RetireAfterOption = None,
     max_candidates: _MaxCandidatesOption = None,
@@ -416,6 +422,7 @@ def _option_overrides(parameters: Mapping[str, Any]) -> list[str]:
     overrides = [
         f"{key}={json.dumps(str(parameters[name]))}" for name, key in keys.items() if parameters[name] is not None
     ]
+    overrides += ["start.again=true"] if parameters["again"] else []
     for name in ("load", "reset"):
         if (text := parameters[name]) is not None:
             overrides.append(f"start.{name}={json.dumps([one.strip() for one in text.split(',') if one.strip()])}")
@@ -469,10 +476,23 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
     print("to change a setting, append KEY=VALUE to the command; `meseta config` lists all keys")
 
 
+def _print_new_rows(continued: Mapping[str, Any]) -> None:
+    """Print metrics on the new rows of a run with a parent."""
+    for key, title in (("test_first", "new rows, by the parent:"), ("progressive", "new rows, before each update:")):
+        record = continued.get(key) or {}
+        if "total" in record:
+            print(f"{title} {format_metrics(record['total'])}")
+        for group in ("with_new_ids", "without_new_ids"):
+            if (metrics := record.get(group)) and metrics["num_samples"]:
+                ne = metrics.get("ne")
+                print(f"  {group.replace('_', ' ')}: NE {format_decimal(ne, 4)}  ({metrics['num_samples']:,} samples)")
+
+
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
     from meseta.telemetry.metrics import EVALUATED_SPLITS, TEST, selection_on_test_warning
 
     teacher, chosen, ends = summary["teacher"], summary.get("selected", {}), []
+    _print_new_rows(summary.get("continued", {}))
     for split in (split for split in EVALUATED_SPLITS if split in summary):
         line = summary[split]
         ends.append((f"the {split} split", line.get("ids_outside")))

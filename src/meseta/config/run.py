@@ -235,6 +235,8 @@ class TrainConfig(Section):
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """Choice of the best evaluation, and condition for stopping. Requires eval_every_steps or eval_every_epochs."""
+    test_first: bool = True
+    """Whether the parent of start_from is evaluated on all training rows before the first step."""
     finish: Literal["last", "best"] = "last"
     """Final weights of the run, for the test split, the report, `eval`, `predict` and exports: the last ones, or those
     of the best evaluation by early_stopping, whose checkpoint is kept."""
@@ -477,6 +479,8 @@ class StartConfig(Section):
     """Loaded parts. 'states' are those of optimizers."""
     reset: tuple[str, ...] = ()
     """Tables, by feature, with initial rows. 'dense' is the dense part."""
+    again: bool = False
+    """Whether to accept files on which an earlier run of the chain was trained."""
     like: LocalPath | None = None
     """Dataset or run with the encoding of a checkpoint without run folder."""
 

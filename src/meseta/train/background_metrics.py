@@ -32,8 +32,9 @@ class BackgroundMetrics:
     # Windows are gathered by the caller. The threads would call collectives in another order on each rank.
 
     def __init__(self, metrics: RunningMetrics, world: World, epoch_metrics: EpochMetrics | None = None) -> None:
-        """Create the thread. `epoch_metrics` also receive all predictions."""
-        self._metrics, self._world, self._epoch_metrics = metrics, world, epoch_metrics
+        self._metrics, self._world = metrics, world
+        self.epoch_metrics = epoch_metrics
+        """Metrics that also receive all predictions. Set them before the first step."""
         self._jobs = BackgroundJobs("meseta-metrics", MAX_PENDING_JOBS)
         self._steps: list[StepPredictions] = []
         self._codes: list[NDArray[np.int64]] = []
@@ -48,8 +49,8 @@ class BackgroundMetrics:
         if self._num_samples >= HANDOVER_SAMPLES:
             self._hand_over()
         self._steps.append(StepPredictions.start_copy(logits, batch, agreement))
-        if self._epoch_metrics is not None:
-            self._codes.append(self._epoch_metrics.codes(batch))
+        if self.epoch_metrics is not None:
+            self._codes.append(self.epoch_metrics.codes(batch))
         self._num_samples += batch.batch_size
 
     def start_line(self) -> Callable[[], dict[str, Any]]:
@@ -89,8 +90,8 @@ class BackgroundMetrics:
     def _hand_over(self) -> None:
         if self._steps:
             self._jobs.submit(partial(self._metrics.add, self._steps))
-            if self._epoch_metrics is not None:
-                self._jobs.submit(partial(self._epoch_metrics.add_steps, self._steps, self._codes))
+            if self.epoch_metrics is not None:
+                self._jobs.submit(partial(self.epoch_metrics.add_steps, self._steps, self._codes))
             self._steps, self._codes, self._num_samples = [], [], 0
 
     def _raise_error(self) -> None:

@@ -35,6 +35,8 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
     dataset = world.broadcast_from_rank_0(source.dataset) if source.is_served else source.dataset()
     has_begun = bool(config.data.without) and world.broadcast_from_rank_0(lambda: RunDir(config.run_dir).has_begun)
     dataset = dataset.select(config.data.labels, config.data.without, allow_missing=data is not None or has_begun)
+    if config.start_from is not None and not source.is_served:
+        dataset = dataset.with_times()  # For metrics by hour.
     if world.size > 1:
         digests = world.all_gather_object(sha256(dataset.model_dump_json().encode()).hexdigest())
         for rank, digest in enumerate(digests):

@@ -30,6 +30,7 @@ from meseta.train.dataset_checks import check_same_encoding, check_same_rows
 from meseta.train.evaluation_tracker import EarlyStopping
 from meseta.train.run_dir import RunDir
 from meseta.train.setup.config_changes import diff_configs, find_model_change
+from meseta.train.start.measurements import NewRowMeasurements
 from meseta.train.start.starting import start_from_parent
 from meseta.train.state import restore, set_random_state
 
@@ -203,6 +204,9 @@ def resume(
         )
     set_random_state(state["random"])
     trainer.running_metrics.set_tensors(state["dense"])
+    if trainer.config.start_from is not None:
+        trainer.continued = NewRowMeasurements(trainer)
+        trainer.continued.epoch_metrics.set_tensors(state["dense"])
     trainer.average.set_tensors(state["dense"], f"checkpoint {str(path)!r}")
     trainer.evaluation_tracker.set_state(state)
     trainer.track_logged_evaluation()  # Made at the end of the previous start.

@@ -55,6 +55,8 @@ def write_summary(
     timed = _timings(trainer, former)
     summary = _build_summary(trainer, evaluations, outside, timed)
     trainer.world.run_on_rank_0(lambda: trainer.run_dir.write_json(SUMMARY_FILE, summary.to_dict()))
+    if trainer.continued is not None:
+        trainer.world.run_on_rank_0(lambda: trainer.continued.write_history(summary))
     trainer.world.run_on_rank_0(lambda: write_report(trainer.run_dir.path))
     return summary
 
@@ -121,6 +123,8 @@ def _build_summary(
         parts["importance"] = importance
     if (baseline := _measure_baseline(trainer, list(evaluations))) is not None:
         parts["baseline"] = baseline
+    if trainer.continued is not None:
+        parts["continued"] = trainer.continued.finish()
     parts["peak_memory_bytes_by_rank"] = trainer.world.all_gather_object(_peak_memory_bytes(trainer.world))
     best, newest = trainer.best_position, checkpoint.newest(trainer.run_dir.checkpoints)
     train_s = trainer.clock.train_s

@@ -96,6 +96,8 @@ class Trainer:
             self.num_samples = 0
             self.started_from: str | None = None
             """Checkpoint of the parent whose weights this start has loaded."""
+            self.continued: Any = None
+            """`NewRowMeasurements` of a run that starts from another one."""
             self.clock = TrainingClock()
             self.best_position: tuple[int, int] | None = None
             self._lr_factor = 1.0
@@ -111,6 +113,8 @@ class Trainer:
             held.callback(self.observers.close)
             held.callback(self.background_metrics.close)  # Before an error, write the lines of completed steps.
             self._saved_optimizers = resuming.resume(self, newest, start_position)
+            if self.continued is not None:
+                self.background_metrics.epoch_metrics = self.continued.epoch_metrics
             self.num_steps = count_steps(config, self.reader, self.step)
             profiled = choose_profiled_steps(profile, self.step, self.num_steps, self._completion_reason())
             self.profiler = Profiler(profiled, self.run_dir, world, self.pipeline.stage_times, self.step, self.clock)
@@ -209,6 +213,7 @@ class Trainer:
                 progress.print_line(f"resuming from step {first}{other}, {self.run_dir.checkpoints}")
             elif self.started_from is not None:
                 progress.print_line(f"starting from {self.started_from}")
+                progress.warn(self.continued.measure_first())
             if note := bfloat16_note(self.config, self.world):
                 progress.print_line(note)
             with self.checkpoint_manager.signal_listener:
@@ -471,6 +476,7 @@ class Trainer:
             **self.average.get_state(),
         }
         more = {**self.average.get_tensors(), **self.running_metrics.get_tensors()}
+        more |= self.continued.epoch_metrics.get_tensors() if self.continued is not None else {}
         dense = dense_tensors(self.model, self.optimizer, self.world, more)
         is_last = self.step == self.num_steps or self._ends_early or self._is_paused
         prefetched = self.pipeline.snapshot_prefetched()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -343,10 +343,15 @@ def write_touched(folder: Path, bits: Mapping[str, NDArray[np.uint8] | None]) ->
     kept = {name: one for name, one in bits.items() if one is not None and one.size <= MAX_TOUCHED_TABLE_ROWS // 8}
     if not kept:
         return None
-    rows = pa.array([one.tobytes() for one in kept.values()], pa.large_binary())
-    table = pa.table({"feature": list(kept), "bits": rows})
-    pq.write_table(table, folder / TOUCHED_ROWS_FILE, compression="zstd", use_dictionary=False, write_statistics=False)
+    write_row_bits(folder / TOUCHED_ROWS_FILE, kept)
     return TOUCHED_ROWS_FILE
+
+
+def write_row_bits(path: Path, bits: Mapping[str, NDArray[np.uint8]]) -> None:
+    """Write a Parquet file with the columns feature and bits [ceil(rows / 8)], one bit per row of a table."""
+    rows = pa.array([one.tobytes() for one in bits.values()], pa.large_binary())
+    table = pa.table({"feature": pa.array(list(bits), pa.string()), "bits": rows})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, write_statistics=False)
 
 
 def read_touched(dataset: Dataset) -> dict[str, NDArray[np.uint8]]:
@@ -356,23 +361,32 @@ def read_touched(dataset: Dataset) -> dict[str, NDArray[np.uint8]]:
     """
     if dataset.touched is None:
         return {}
-    path = dataset.resolve_file(dataset.touched)
+    sizes = {feature.name: feature.num_embeddings for feature in dataset.sparse if feature.encoding == "hash"}
+    return read_row_bits(dataset.resolve_file(dataset.touched), sizes, ignored=dataset.without)
+
+
+def read_row_bits(
+    path: Path, num_rows: Mapping[str, int], *, ignored: Collection[str] = ()
+) -> dict[str, NDArray[np.uint8]]:
+    """Return the bits of `write_row_bits` by feature, except for `ignored` features.
+
+    Raises MesetaError if the file cannot be read, or has other bits than one for each of the `num_rows` of a feature.
+    """
+    remedy = "prepare the dataset again"
     try:
         table = pq.read_table(path, columns=["feature", "bits"]).cast(_SCHEMA)
         kept = zip(table["feature"].to_pylist(), table["bits"], strict=True)
-        bits = {name: np.frombuffer(one.as_buffer() or b"", np.uint8) for name, one in kept}
+        bits = {name: np.frombuffer(one.as_buffer() or b"", np.uint8) for name, one in kept if name not in ignored}
     except (pa.ArrowException, OSError, KeyError) as error:
         raise MesetaError(
-            f"dataset file {str(path)!r} cannot be read ({error_summary(error)})", remedy="prepare the dataset again"
+            f"dataset file {str(path)!r} cannot be read ({error_summary(error)})", remedy=remedy
         ) from None
-    sizes = {feature.name: -(-feature.num_embeddings // 8) for feature in dataset.sparse if feature.encoding == "hash"}
-    bits = {name: one for name, one in bits.items() if name not in dataset.without}
     for name, one in bits.items():
-        if one.size != sizes.get(name):
+        if name not in num_rows or one.size != -(-num_rows[name] // 8):
             raise MesetaError(
                 f"dataset file {str(path)!r} has {one.size} bytes for feature {name!r}, which do not match the size of "
                 "its table",
-                remedy="prepare the dataset again",
+                remedy=remedy,
             )
     return bits
 

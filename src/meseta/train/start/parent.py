@@ -161,7 +161,7 @@ def _run_of(place: Location) -> RunDir | None:
     """Return the run folder that `place` is, or in whose `checkpoints` it is."""
     if not isinstance(place, Path):
         return None
-    for folder in (place, *place.absolute().parents[:2]):
+    for folder in (place, *place.parents[:2]):
         if path_exists(folder / "config.yaml") and path_exists(folder / DATASET_FILE):
             return RunDir(folder)
     return None

@@ -15,6 +15,7 @@ from meseta.checkpoint.row_map import RowMap
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference
 from meseta.data.dataset.records import SparseEncoding, SparseFeature
+from meseta.data.dataset.statistics import read_touched
 from meseta.data.dataset.vocabulary import read_vocabulary_values
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError, suggest
@@ -127,15 +128,27 @@ def _without_values(feature: SparseEncoding) -> SparseEncoding:
     return feature.model_copy(update={"num_embeddings": 1, "vocabulary_digest": None})
 
 
-def new_row_masks(now: Dataset, maps: Mapping[str, RowMap]) -> dict[str, NDArray[np.bool_]]:
-    """Return which rows [rows] of each table of a vocabulary have no row in the parent. Row 0 is one of them."""
+def new_row_masks(before: Dataset, now: Dataset, maps: Mapping[str, RowMap]) -> dict[str, NDArray[np.bool_]]:
+    """Return which rows [rows] of each table are new.
+
+    A value of a vocabulary is new if the parent has no row for it, and so is row 0. A hashed row is new if the parent
+    never looked it up. Tables for which this is unknown are left out.
+
+    Raises MesetaError if the parent's bits of hashed rows cannot be read.
+    """
     masks = {}
+    touched = read_touched(before)
     for feature in now.sparse:
+        num_rows, rows = feature.num_embeddings, maps.get(feature.name)
         if feature.encoding == "vocabulary":
-            mask = np.ones(feature.num_embeddings, bool)
-            rows = maps.get(feature.name)
+            mask = np.ones(num_rows, bool)
             for _, target in rows.parts() if rows is not None else ():
                 mask[target] = False
             mask[:1] = True
             masks[feature.name] = mask
+        elif feature.encoding == "hash" and rows is None:
+            masks[feature.name] = np.ones(num_rows, bool)
+        elif feature.encoding == "hash" and feature.name in touched:
+            bits = np.unpackbits(touched[feature.name], count=num_rows, bitorder="little")
+            masks[feature.name] = bits == 0
     return masks

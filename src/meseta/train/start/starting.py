@@ -24,6 +24,7 @@ from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage, as_stored
 from meseta.storage.tiered import TRANSFER_CHUNK_ROWS
 from meseta.train.setup.config_changes import find_model_change
+from meseta.train.start.measurements import NewRowMeasurements, record_parent
 from meseta.train.start.parent import Parent, find_parent
 from meseta.train.start.row_sources import DENSE_PART, map_rows, new_row_masks
 from meseta.train.start.start_record import StartRecord
@@ -60,7 +61,7 @@ def start_from_parent(trainer: Trainer) -> None:
     )
     world.run_on_rank_0(lambda: _check_state(config, parent, loaded))
     if config.embedding.new_rows == "unknown" and "tables" in config.start.load:
-        masks = new_row_masks(dataset, maps)
+        masks = new_row_masks(before, dataset, maps)
         run_on_all_ranks(
             world, lambda: _copy_unknown_rows(embeddings.shards, masks, read_first_rows(parent.checkpoint))
         )
@@ -73,6 +74,8 @@ def start_from_parent(trainer: Trainer) -> None:
         trainer.average.reset()
     trainer.checkpoint_manager.count_restores(loaded.state.get("restores", 0) + (QUANTIZED in loaded.manifest))
     trainer.started_from = str(parent.checkpoint)
+    world.run_on_rank_0(lambda: record_parent(trainer, parent, new_row_masks(before, dataset, maps)))
+    trainer.continued = NewRowMeasurements(trainer, before)
 
 
 def _load_parent(config: RunConfig, dataset: Dataset) -> tuple[Parent, Dataset, dict[str, RowMap]]:
