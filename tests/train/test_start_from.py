@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from numpy.typing import NDArray
+from sklearn.metrics import log_loss, roc_auc_score
 
 from bad_input.commands import run_here
 from cli.processes import Command
@@ -26,6 +27,7 @@ from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.ops.random_rows import initial_rows
 from meseta.spec import InitSpec, TableSpec
+from meseta.train.trained_model import load_for_raw_rows
 from meseta.train.trainer import Trainer
 from small_run import final_checksum, settings, train
 
@@ -249,6 +251,47 @@ def test_a_checkpoint_alone(days: Path, tmp_path: Path) -> None:
     alone_columns = columns_of(tmp_path / "alone")
     for feature, columns in columns_of(tmp_path / "whole").items():
         assert all(np.array_equal(values, alone_columns[feature][name]) for name, values in columns.items())
+
+
+def test_measurements_on_the_new_rows(days: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent's metrics are those of its predictions, and those of training of the logits before each update."""
+    logits, labels, record = [], [], Trainer._record
+
+    def record_and_keep(self: Trainer, result: Any) -> None:
+        logits.append(result.logits.double().numpy().copy())
+        labels.append(result.batch.label.numpy().copy())
+        record(self, result)
+
+    monkeypatch.setattr(Trainer, "_record", record_and_keep)
+    run = tmp_path / "child"
+    ended = run_here("train", "--start-from", days / "parent", "--data", days / "1.csv", f"run_dir={run}")
+    assert ended.code == 0, ended.err
+    continued = json.loads((run / "summary.json").read_text())["continued"]
+    parent = load_for_raw_rows(days / "parent", [str(days / "1.csv")], World.single()).evaluate().to_dict()
+    names = ("auc", "ne", "logloss", "calibration", "num_samples")
+    assert {name: continued["test_first"]["total"][name] for name in names} == {name: parent[name] for name in names}
+
+    score, clicked = np.concatenate(logits), np.concatenate(labels)
+    total, probability = continued["progressive"]["total"], 1 / (1 + np.exp(-score))
+    assert total["auc"] == pytest.approx(roc_auc_score(clicked, score), abs=1e-12)
+    assert total["logloss"] == pytest.approx(log_loss(clicked, probability), rel=1e-6)
+    known = {name: set(values_of(days / "parent", name)) - {None} for name in ("user_id", "item_id", "tags")}
+    rows = [line.split(",") for line in (days / "1.csv").read_text().splitlines()[1:]]
+    is_new = np.array([
+        user not in known["user_id"] or item not in known["item_id"] or bool({*filter(None, tags.split("|"))} - known["tags"])
+        for _, _, user, item, tags in rows
+    ])  # fmt: skip
+    group = continued["progressive"]["with_new_ids"]
+    assert group["num_samples"] == is_new.sum() and 0 < is_new.sum() < NUM_ROWS
+    assert group["auc"] == pytest.approx(roc_auc_score(clicked[is_new], score[is_new]), abs=1e-12)
+    first, own = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    assert (first["run"], own["run"], own["num_rows"]) == ("parent", "child", NUM_ROWS)
+    assert own["progressive"]["total"] == total
+    again = run_here("train", "--start-from", run, "--data", days / "1.csv", f"run_dir={tmp_path / 'again'}")
+    assert again.code == 1 and "has nothing new to train on: run 'child'" in again.errors[0]
+    again = run_here("train", "--start-from", run, "--data", days / "1.csv", "--again", f"run_dir={tmp_path / 'again'}")
+    assert again.code == 0, again.err
+    assert len((tmp_path / "again" / "history.jsonl").read_text().splitlines()) == 3
 
 
 NUM_KILLS = 40

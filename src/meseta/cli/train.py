@@ -227,10 +227,8 @@ def train(
     config, overrides = _split_arguments(arguments or [])
     document = read_config_document(config, [*overrides, *_option_overrides(parameters)])
     said = _given_options(
-        **{name: parameters[name] for name in _SPLIT_OPTIONS},
+        **{name: parameters[name] for name in (*_SPLIT_OPTIONS, "schema", "encoding")},
         **column_options(parameters),
-        schema=schema,
-        encoding=encoding,
         **bad_row_options(bad_rows, max_bad_rows),
     )
     _choose_folders(document, data or [], said)
