@@ -297,6 +297,13 @@ def test_measurements_on_the_new_rows(days: Path, tmp_path: Path, monkeypatch: p
 NUM_KILLS = 40
 
 
+def continued_of(run_dir: Path) -> dict[str, Any]:
+    """Return the measurements on new rows, without times."""
+    continued: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())["continued"]
+    del continued["test_first"]["time_s"]
+    return continued
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_killed_commands_end_with_the_same_bits(days: Path, tmp_path: Path) -> None:
@@ -308,18 +315,20 @@ def test_killed_commands_end_with_the_same_bits(days: Path, tmp_path: Path) -> N
         return ["train", "--start-from", parent, "--data", days / "1.csv", f"run_dir={run_dir}", "train.batch_size=20",
                 "checkpoint.every_steps=3"]  # fmt: skip
 
-    start_s = time.perf_counter()
-    Command(tmp_path / "logs", *command(tmp_path / "whole")).succeed()
-    whole_s, expected = time.perf_counter() - start_s, final_checksum(tmp_path / "whole")
-    num_kills = 0
-    for number in range(NUM_KILLS):
-        run_dir = tmp_path / f"run-{number}"
-        for _ in range(draw.randint(1, 2)):
+    durations = []
+    for name in ("whole", "again"):
+        start_s = time.perf_counter()
+        Command(tmp_path / "logs", *command(tmp_path / name)).succeed()
+        durations.append(time.perf_counter() - start_s)
+    expected, num_kills, number = final_checksum(tmp_path / "whole"), 0, 0
+    while num_kills < NUM_KILLS:
+        run_dir, number = tmp_path / f"run-{number}", number + 1
+        for _ in range(draw.randint(1, 3)):
             killed = Command(tmp_path / "logs", *command(run_dir))
-            time.sleep(draw.uniform(0.0, whole_s))
+            time.sleep(draw.uniform(0.0, min(durations)))
             killed.send(signal.SIGKILL)
-            num_kills += killed.wait() != 0
+            num_kills += killed.wait() == -signal.SIGKILL
         Command(tmp_path / "logs", *command(run_dir)).succeed()
         assert final_checksum(run_dir) == expected, number
+        assert continued_of(run_dir) == continued_of(tmp_path / "whole"), number
         assert digests(parent) == before
-    assert num_kills >= NUM_KILLS // 2
