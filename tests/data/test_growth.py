@@ -21,6 +21,7 @@ from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.data.dataset.vocabulary import Vocabulary, VocabularyCounter, count_values, values_digest
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError
+from sampling import fewer_examples
 
 SEED = 5
 Day = Sequence[bytes]
@@ -106,6 +107,7 @@ VALUES = st.sampled_from([b"", b"a", b"b", b"c", b"dd", b"e", b"\xff", b"f", b"g
 LOGS = st.lists(st.lists(VALUES, max_size=15), min_size=2, max_size=3)
 
 
+@fewer_examples(3)
 @given(days=LOGS, min_count=st.integers(1, 4), retire_after=st.none() | st.integers(1, 2))
 def test_days_follow_raw_values(days: list[list[bytes]], min_count: int, retire_after: int | None) -> None:
     oracle = Days(min_count, retire_after)
