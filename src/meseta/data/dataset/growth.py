@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -64,6 +65,13 @@ class GrowthRule:
         return np.zeros(last.size, bool) if self.retire_after is None else last <= self.part - self.retire_after
 
 
+def _to_numbers(column: pa.ChunkedArray, number_type: pa.DataType) -> NDArray[Any]:
+    # A cast of numbers without missing values. Others raise ArrowInvalid.
+    if column.null_count:
+        raise pa.ArrowInvalid("values must not be missing")
+    return column.cast(number_type).to_numpy()
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Values without a row, in ascending order of their hashes."""
@@ -85,10 +93,8 @@ class Candidates:
         path = feature.candidates or ""
         try:
             table = pq.read_table(resolve_inside(folder, path), columns=_CANDIDATE_SCHEMA.names)
-            if table.num_columns != len(_CANDIDATE_SCHEMA) or any(column.null_count for column in table.columns):
-                raise ValueError("it must have the columns hash, count and last, without missing values")
-            columns = [column.to_numpy() for column in table.cast(_CANDIDATE_SCHEMA).columns]
-        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            columns = [_to_numbers(table[field.name], field.type) for field in _CANDIDATE_SCHEMA]
+        except (pa.ArrowException, OSError, KeyError) as error:
             raise MesetaError(
                 f"candidates {str(folder / path)!r} cannot be read ({error_summary(error)}); prepare the dataset again"
             ) from None
@@ -167,14 +173,13 @@ class VocabularyParts:
             place = resolve_inside(folder, feature.vocabulary or "")
             names = [name for name in ("count", "last") if name in pq.read_schema(place).names]
             table = pq.read_table(place, columns=names)
-            columns = {name: table[name].to_numpy() for name in names}
-            counts = columns["count"].astype(np.int64)
+            counts = _to_numbers(table["count"], pa.int64())
+            last = _to_numbers(table["last"], pa.int32()) if "last" in names else np.full(counts.size, part, np.int32)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise MesetaError(
                 f"vocabulary {str(folder / (feature.vocabulary or ''))!r} cannot be read ({error_summary(error)}); "
                 "prepare the dataset again"
             ) from None
-        last = columns.get("last", np.full(counts.size, part)).astype(np.int32)
         candidates = Candidates.empty() if feature.candidates is None else Candidates.load(folder, feature)
         return VocabularyParts(vocabulary, values, counts, last, candidates, feature.candidates is not None)
 
