@@ -271,18 +271,22 @@ def _count_part(tables: Iterable[pa.Table], earlier: VocabularyParts, rule: Grow
 
 
 def _sum_by_hash(table: pa.Table, hash_seed: int) -> tuple[NDArray[np.uint64], pa.Table]:
-    """Return the hashes of distinct values, and the values with their counts. Values with equal hashes become one, the
-    smallest."""
+    """Return distinct hashes in ascending order, and a value with its count for each. Of values with equal hashes, the
+    smallest is returned."""
+    hashes, ordered = _sort_by_hash(table, hash_seed)
+    is_first = np.concatenate([np.ones(min(hashes.size, 1), bool), hashes[1:] != hashes[:-1]])
+    if is_first.all():
+        return hashes, ordered
+    hashes, ordered = _sort_by_hash(table.sort_by("value"), hash_seed)
+    sums = np.add.reduceat(combine_chunks(ordered["count"]).to_numpy(), np.flatnonzero(is_first))
+    return hashes[is_first], ordered.filter(pa.array(is_first)).set_column(1, "count", pa.array(sums, pa.int64()))
+
+
+def _sort_by_hash(table: pa.Table, hash_seed: int) -> tuple[NDArray[np.uint64], pa.Table]:
     hashes = hash_categories(combine_chunks(table["value"]), hash_seed)
-    if np.unique(hashes).size == hashes.size:
-        return hashes, table
-    table = table.sort_by("value")
-    hashes, first, group = np.unique(
-        hash_categories(combine_chunks(table["value"]), hash_seed), return_index=True, return_inverse=True
-    )
-    sums = np.zeros(hashes.size, np.int64)
-    np.add.at(sums, group, combine_chunks(table["count"]).to_numpy())
-    return hashes, table.take(pa.array(first)).set_column(1, "count", pa.array(sums))
+    # A binary search for hashes in this order is several times as fast.
+    order = np.argsort(hashes, kind="stable")
+    return hashes[order], table.take(pa.array(order))
 
 
 def copy_vocabulary(feature: str, earlier: VocabularyParts, folder: Path) -> Vocabulary:
