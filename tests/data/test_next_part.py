@@ -23,8 +23,9 @@ from data.click_log import read_split
 from data.new_files import KINDS, NUM_ROWS, NUM_TRAIN
 from data.test_growth import LOGS, Days
 from data.test_resume_prepare import interrupted, kill, small, tree, write_sources  # noqa: F401
-from meseta.data import Dataset, PrepareOptions
+from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.dataset.check import check_dataset
+from meseta.data.dataset.describe import describe
 from meseta.data.dataset.statistics import read_touched
 from meseta.data.prepare import load_prepared, prepare, with_training_defaults
 from meseta.data.prepare.copy_tables import copy_tables
@@ -125,8 +126,18 @@ def test_retired_values_free_their_rows(tmp_path: Path) -> None:
         assert {word for word in words(dataset)[1:] if word is not None} <= seen
         assert not check_dataset(dataset.dir).faults
     assert max(sizes) < 2 * sizes[0]
-    test = prepare(PrepareOptions(sources=[f"{tmp_path}/2.csv"], out=tmp_path / "same", like=dataset.dir))
-    assert ids(test) == ids(dataset) and words(test) == words(dataset)
+    source = write_rows(tmp_path / "few.csv", draw_rows(2, 30) * 2)
+    few = prepare(
+        PrepareOptions(sources=[str(source)], out=tmp_path / "few", like=dataset.dir, grow=True, retire_after=1)
+    )
+    assert None in words(few)[1:] and len(words(few)) == len(words(dataset)) and not check_dataset(few.dir).faults
+    same = prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "same", like=few.dir))
+    assert ids(same) == ids(few) and words(same) == words(few)
+    word, row = next((word, row) for row, word in enumerate(words(few)) if word and row in ids(few))
+    batches = Reader(few, "train", ReaderOptions(batch_size=500, filter=f"user == {word!r}")).epoch()
+    assert sum(batch.batch_size for batch in batches) == ids(few).count(row)
+    user = next(feature for feature in describe(few).sparse if feature.name == "user")
+    assert [top.value for top in user.top] == [words(few)[top.id] for top in user.top]
 
 
 def test_another_count_keeps_everything_else(tmp_path: Path) -> None:
