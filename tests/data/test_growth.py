@@ -21,6 +21,7 @@ from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.data.dataset.vocabulary import Vocabulary, VocabularyCounter, count_values, values_digest
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError
+from sampling import fewer_examples
 
 SEED = 5
 Day = Sequence[bytes]
@@ -106,6 +107,7 @@ VALUES = st.sampled_from([b"", b"a", b"b", b"c", b"dd", b"e", b"\xff", b"f", b"g
 LOGS = st.lists(st.lists(VALUES, max_size=15), min_size=2, max_size=3)
 
 
+@fewer_examples(3)
 @given(days=LOGS, min_count=st.integers(1, 4), retire_after=st.none() | st.integers(1, 2))
 def test_days_follow_raw_values(days: list[list[bytes]], min_count: int, retire_after: int | None) -> None:
     oracle = Days(min_count, retire_after)
@@ -171,9 +173,15 @@ def test_a_freed_row_is_no_empty_value() -> None:
 
 
 def test_damaged_candidates_are_refused(tmp_path: Path) -> None:
-    [made] = grow(tmp_path, [[b"a"]], min_count=2)
+    [made] = grow(tmp_path, [[b"a", b"b", b"b"]], min_count=2)
     path = tmp_path / "1" / (made.candidates or "")
-    for table in (pa.table({"hash": [1]}), pa.table({"hash": ["x"], "count": [1], "last": [1]})):
-        pq.write_table(table, path)
+    for change in ({"hash": ["x"]}, {"count": [None]}, {"last": [1 << 40]}, {"hash": [-1]}, {}):
+        table = pa.table({"hash": [1], "count": [1], "last": [1], **change})
+        pq.write_table(table if change else table.drop_columns(["last"]), path)
         with pytest.raises(MesetaError, match=r"candidates .* cannot be read .*; prepare the dataset again"):
             Candidates.load(tmp_path / "1", feature_of(made))
+    for change in ({"count": ["x", "y"]}, {"count": [None, 1]}, {"last": ["x", "y"]}):
+        table = pa.table({"value": [None, "b"], "id": [0, 1], "count": [1, 2], "last": [1, 1], **change})
+        pq.write_table(table, tmp_path / "1" / made.path)
+        with pytest.raises(MesetaError, match=r"vocabulary .* cannot be read .*; prepare the dataset again"):
+            VocabularyParts.load(tmp_path / "1", feature_of(made), SEED, 1)

@@ -7,19 +7,25 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bad_input.commands import run_here
 from data.click_log import read_split
 from data.new_files import KINDS, NUM_ROWS, NUM_TRAIN
+from data.test_growth import LOGS, Days
 from data.test_resume_prepare import interrupted, kill, small, tree, write_sources  # noqa: F401
-from meseta.data import Dataset, PrepareOptions
+from meseta.data import Dataset, PrepareOptions, Reader, ReaderOptions
 from meseta.data.dataset.check import check_dataset
+from meseta.data.dataset.describe import describe
 from meseta.data.dataset.statistics import read_touched
 from meseta.data.prepare import load_prepared, prepare, with_training_defaults
 from meseta.data.prepare.copy_tables import copy_tables
@@ -87,7 +93,7 @@ def test_training_rows_have_the_earlier_encoding(tmp_path: Path, kind: str, voca
 def test_a_chain_of_growing_vocabularies(tmp_path: Path) -> None:
     """Each day has the ids of its vocabulary, known values keep their rows, and one preparation finds the same."""
     dataset = first(tmp_path)
-    for day in range(1, 4):
+    for day in range(1, 3):
         before = words(dataset)
         run = tmp_path / f"run-{day}"
         run.mkdir()
@@ -100,7 +106,7 @@ def test_a_chain_of_growing_vocabularies(tmp_path: Path) -> None:
         user = next(feature for feature in dataset.sparse if feature.name == "user")
         assert user.num_added == len(words(dataset)) - len(before) > 0 and user.num_retired == 0
         assert user.statistics.num_uniques == len({*ids(dataset)})
-    counts = Counter(row[1] for day in range(4) for row in draw_rows(day))
+    counts = Counter(row[1] for day in range(3) for row in draw_rows(day))
     assert {*words(dataset)[1:]} == {user for user, number in counts.items() if number >= 3}
     whole = prepare(
         PrepareOptions(
@@ -113,15 +119,25 @@ def test_a_chain_of_growing_vocabularies(tmp_path: Path) -> None:
 def test_retired_values_free_their_rows(tmp_path: Path) -> None:
     dataset = first(tmp_path)
     sizes = [len(words(dataset))]
-    for day in range(1, 4):
+    for day in range(1, 3):
         dataset = follow(tmp_path, day, dataset.dir, grow=True, retire_after=1)
         sizes.append(len(words(dataset)))
         seen = {row[1] for row in draw_rows(day)}
         assert {word for word in words(dataset)[1:] if word is not None} <= seen
         assert not check_dataset(dataset.dir).faults
     assert max(sizes) < 2 * sizes[0]
-    test = prepare(PrepareOptions(sources=[f"{tmp_path}/3.csv"], out=tmp_path / "same", like=dataset.dir))
-    assert ids(test) == ids(dataset) and words(test) == words(dataset)
+    source = write_rows(tmp_path / "few.csv", draw_rows(2, 30) * 2)
+    few = prepare(
+        PrepareOptions(sources=[str(source)], out=tmp_path / "few", like=dataset.dir, grow=True, retire_after=1)
+    )
+    assert None in words(few)[1:] and len(words(few)) == len(words(dataset)) and not check_dataset(few.dir).faults
+    same = prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "same", like=few.dir))
+    assert ids(same) == ids(few) and words(same) == words(few)
+    word, row = next((word, row) for row, word in enumerate(words(few)) if word and row in ids(few))
+    batches = Reader(few, "train", ReaderOptions(batch_size=500, filter=f"user == {word!r}")).epoch()
+    assert sum(batch.batch_size for batch in batches) == ids(few).count(row)
+    user = next(feature for feature in describe(few).sparse if feature.name == "user")
+    assert [top.value for top in user.top] == [words(few)[top.id] for top in user.top]
 
 
 def test_another_count_keeps_everything_else(tmp_path: Path) -> None:
@@ -221,7 +237,7 @@ def test_a_dataset_of_an_earlier_version_starts_counting(tmp_path: Path) -> None
 @pytest.mark.parametrize("stage", ["read", pytest.param("write", marks=pytest.mark.soak)])
 def test_an_interrupted_part_resumes(tmp_path: Path, small: None, stage: str) -> None:  # noqa: F811
     before = first(tmp_path)
-    write_rows(tmp_path / "1.csv", [row for day in (1, 2, 3) for row in draw_rows(day, 400)])
+    write_rows(tmp_path / "1.csv", [row for day in (1, 2, 3) for row in draw_rows(day, 250)])
     options, other = (
         PrepareOptions(sources=[f"{tmp_path}/1.csv"], out=tmp_path / out, like=before.dir, grow=True, retire_after=1,
                        num_threads=1)
@@ -252,6 +268,30 @@ def test_a_killed_part_resumes(tmp_path: Path, seed: int) -> None:
     now = {"like": str(tmp_path / "before"), "grow": True, "retire_after": 1, "hash_rows": 100_000, "bad_rows": "skip"}
     (tmp_path / "next").mkdir()
     assert kill(tmp_path / "next", "csv", num_kills=6, seed=seed, **now) > 0
+
+
+@pytest.mark.soak
+@given(days=LOGS, min_count=st.integers(1, 3), retire_after=st.none() | st.integers(1, 2))
+def test_days_of_files(days: list[list[bytes]], min_count: int, retire_after: int | None) -> None:
+    """The files of `prepare` follow the counts of raw values."""
+    oracle = Days(min_count, retire_after)
+    with TemporaryDirectory() as name:
+        folder, like = Path(name), None
+        for part, day in enumerate([[b"a", *day] for day in days], start=1):
+            texts = [value.decode(errors="ignore") for value in day]
+            write_rows(folder / f"{part}.csv", [[0, 1, text] for text in texts], ["click", "price", "city"])
+            first_options = {"vocabulary": True, "min_count": min_count, "sparse": ["city"], "test_fraction": 0.0}
+            later_options = {"like": like, "grow": True, "retire_after": retire_after}
+            options: dict[str, Any] = first_options if like is None else later_options
+            like = folder / str(part)
+            prepare(PrepareOptions(sources=[f"{folder}/{part}.csv"], out=like, **options))
+            oracle.add([text.encode() for text in texts])
+            table = pq.read_table(like / "vocabulary/city.parquet")
+            assert table.set_column(0, "value", table["value"].cast(pa.large_binary())).to_pydict() == oracle.table()
+            rows = [text.encode() for text in texts]
+            assert ids(Dataset.load(like), "city") == [
+                oracle.rows.index(v) + 1 if v in oracle.rows else 0 for v in rows
+            ]
 
 
 REFUSED = {

@@ -58,6 +58,8 @@ def test_features_take_no_more_than_is_counted(tiny: Path) -> None:
                 reuse = feature["statistics"]["reuse"]
                 reuse.update({key: [0.12345678901234567e-300] * len(reuse["edges"]) for key in ("rows", "lookups")})
                 feature.update(vocabulary="vocabulary/x.parquet", vocabulary_digest="f" * 64)
+                feature.update(candidates="vocabulary/x+candidates.parquet", num_added=1 << 40, num_retired=1 << 40)
+                feature.update(test_lookups={"num_lookups": 1 << 40, "num_unseen": 1 << 40})
             text = json.dumps({**feature, "name": ""}).encode()
             in_source_form, in_not_finite = (2, 0) if kind == "sparse" else (0, 1)
             assert count_json_values(text) + 1 + in_source_form + in_not_finite <= most_values

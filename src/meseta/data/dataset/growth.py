@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -64,6 +65,13 @@ class GrowthRule:
         return np.zeros(last.size, bool) if self.retire_after is None else last <= self.part - self.retire_after
 
 
+def _to_numbers(column: pa.ChunkedArray, number_type: pa.DataType) -> NDArray[Any]:
+    # A cast of numbers without missing values. Others raise ArrowInvalid.
+    if column.null_count:
+        raise pa.ArrowInvalid("values must not be missing")
+    return column.cast(number_type).to_numpy()
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Values without a row, in ascending order of their hashes."""
@@ -85,10 +93,8 @@ class Candidates:
         path = feature.candidates or ""
         try:
             table = pq.read_table(resolve_inside(folder, path), columns=_CANDIDATE_SCHEMA.names)
-            if table.num_columns != len(_CANDIDATE_SCHEMA) or any(column.null_count for column in table.columns):
-                raise ValueError("it must have the columns hash, count and last, without missing values")
-            columns = [column.to_numpy() for column in table.cast(_CANDIDATE_SCHEMA).columns]
-        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            columns = [_to_numbers(table[field.name], field.type) for field in _CANDIDATE_SCHEMA]
+        except (pa.ArrowException, OSError, KeyError) as error:
             raise MesetaError(
                 f"candidates {str(folder / path)!r} cannot be read ({error_summary(error)}); prepare the dataset again"
             ) from None
@@ -167,14 +173,13 @@ class VocabularyParts:
             place = resolve_inside(folder, feature.vocabulary or "")
             names = [name for name in ("count", "last") if name in pq.read_schema(place).names]
             table = pq.read_table(place, columns=names)
-            columns = {name: table[name].to_numpy() for name in names}
-            counts = columns["count"].astype(np.int64)
+            counts = _to_numbers(table["count"], pa.int64())
+            last = _to_numbers(table["last"], pa.int32()) if "last" in names else np.full(counts.size, part, np.int32)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise MesetaError(
                 f"vocabulary {str(folder / (feature.vocabulary or ''))!r} cannot be read ({error_summary(error)}); "
                 "prepare the dataset again"
             ) from None
-        last = columns.get("last", np.full(counts.size, part)).astype(np.int32)
         candidates = Candidates.empty() if feature.candidates is None else Candidates.load(folder, feature)
         return VocabularyParts(vocabulary, values, counts, last, candidates, feature.candidates is not None)
 
@@ -266,18 +271,22 @@ def _count_part(tables: Iterable[pa.Table], earlier: VocabularyParts, rule: Grow
 
 
 def _sum_by_hash(table: pa.Table, hash_seed: int) -> tuple[NDArray[np.uint64], pa.Table]:
-    """Return the hashes of distinct values, and the values with their counts. Values with equal hashes become one, the
-    smallest."""
+    """Return distinct hashes in ascending order, and a value with its count for each. Of values with equal hashes, the
+    smallest is returned."""
+    hashes, ordered = _sort_by_hash(table, hash_seed)
+    is_first = np.concatenate([np.ones(min(hashes.size, 1), bool), hashes[1:] != hashes[:-1]])
+    if is_first.all():
+        return hashes, ordered
+    hashes, ordered = _sort_by_hash(table.sort_by("value"), hash_seed)
+    sums = np.add.reduceat(combine_chunks(ordered["count"]).to_numpy(), np.flatnonzero(is_first))
+    return hashes[is_first], ordered.filter(pa.array(is_first)).set_column(1, "count", pa.array(sums, pa.int64()))
+
+
+def _sort_by_hash(table: pa.Table, hash_seed: int) -> tuple[NDArray[np.uint64], pa.Table]:
     hashes = hash_categories(combine_chunks(table["value"]), hash_seed)
-    if np.unique(hashes).size == hashes.size:
-        return hashes, table
-    table = table.sort_by("value")
-    hashes, first, group = np.unique(
-        hash_categories(combine_chunks(table["value"]), hash_seed), return_index=True, return_inverse=True
-    )
-    sums = np.zeros(hashes.size, np.int64)
-    np.add.at(sums, group, combine_chunks(table["count"]).to_numpy())
-    return hashes, table.take(pa.array(first)).set_column(1, "count", pa.array(sums))
+    # A binary search for hashes in this order is several times as fast.
+    order = np.argsort(hashes, kind="stable")
+    return hashes[order], table.take(pa.array(order))
 
 
 def copy_vocabulary(feature: str, earlier: VocabularyParts, folder: Path) -> Vocabulary:

@@ -407,11 +407,11 @@ class FeatureTables:
     """Counters of the test split, for the features whose unseen values can be counted."""
 
 
-MAX_DENSE_VALUES, MAX_SPARSE_VALUES, MAX_SOURCE_VALUES = 8, 80, 4
+MAX_DENSE_VALUES, MAX_SPARSE_VALUES, MAX_SOURCE_VALUES = 8, 81, 4
 """Maximum number of JSON values that one feature or one source takes in dataset.json. Boundaries are extra."""
 MAX_DENSE_BYTES, MAX_SPARSE_BYTES, MAX_SOURCE_BYTES, MAX_BOUNDARY_BYTES = 256, 2048, 128, 32
 """Maximum number of bytes of such an entry, without names."""
-MAX_NAME_OCCURRENCES = 4
+MAX_NAME_OCCURRENCES = 5
 """Maximum number of times that dataset.json contains the name of a column."""
 RESERVED_VALUES, RESERVED_BYTES = 20_000, 1 << 20
 """Reserve for the rest of dataset.json, mainly the files of the splits. They take two values per 524,288 rows."""

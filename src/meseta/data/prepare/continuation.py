@@ -148,7 +148,8 @@ class Continuation:
 
     def complete(self, dataset: Dataset) -> Dataset:
         """Return the description of a part with the facts about earlier parts."""
-        lookups = {feature.name: feature.test_lookups for feature in self.dataset.sparse}
+        has_test = "test" in dataset.splits
+        lookups = {} if has_test else {feature.name: feature.test_lookups for feature in self.dataset.sparse}
         sparse = [
             f if f.test_lookups is not None else f.model_copy(update={"test_lookups": lookups.get(f.name)})
             for f in dataset.sparse

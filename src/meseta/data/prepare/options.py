@@ -22,7 +22,7 @@ DEFAULT_TEST_FRACTION = 0.1
 _LIKE_OPTIONS = {
     *("sources", "out", "like", "grow", "recount", "retire_after", "max_candidates", "without", "label", "dense"),
     *("sparse", "multi_valued", "schema", "encoding", "bad_rows", "max_bad_rows", "force", "num_threads", "split_by"),
-    *(f"{split}_{rule}" for split in HELD_OUT_SPLITS for rule in SPLIT_RULES),
+    *("valid_by_time", *(f"{split}_{rule}" for split in HELD_OUT_SPLITS for rule in SPLIT_RULES)),
 }
 """Options that may be combined with `like`. The earlier dataset determines the others."""
 
