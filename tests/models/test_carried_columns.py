@@ -381,7 +381,7 @@ def test_a_bottom_mlp_is_built_dropped_and_built_again(variant: str) -> None:
     averages = {name.removeprefix("average.") for name in rebuilt if name.startswith("average.bottom_mlp.")}
     assert averages == dict(grandchild.bottom_mlp.named_parameters(prefix="bottom_mlp")).keys()
     assert not any(name.startswith("optimizer.bottom_mlp.") for name in rebuilt)
-    # Exchanging all dense columns at once does the same.
+    # Exchanging all dense columns in one step does the same.
     exchanged = carry_over(saved_tensors(parent), before, new_model(variant, now), now).tensors
     assert exchanged.keys() == rebuilt.keys()
     for name, value in exchanged.items():
