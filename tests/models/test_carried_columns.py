@@ -337,7 +337,8 @@ def test_weights_of_pairs_follow_the_names_of_both_vectors() -> None:
 
     def weights_by_loop(columns: InputColumns) -> dict[frozenset[str], int]:
         """Return the position of each pair in the top layer's input: the bottom MLP's vector, 4 wide, then pairs."""
-        vectors, positions = ["bottom", *dict(columns.sparse)], {}
+        vectors = ["bottom", *dict(columns.sparse)]
+        positions: dict[frozenset[str], int] = {}
         for i in range(len(vectors)):
             for j in range(i):
                 positions[frozenset((vectors[i], vectors[j]))] = 4 + len(positions)
