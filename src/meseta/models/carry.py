@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm.dense import full_tensor
-from meseta.models.columns import BOTTOM, Axis, ColumnAxes, InputColumns, InputLabel, Source, describe_changes
+from meseta.models.columns import BOTTOM, ColumnAxes, InputColumns, InputLabel, LabeledAxis, Source, describe_changes
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 
 RESET_HINT = "keep the columns, or start the dense part again with --reset dense"
@@ -20,35 +20,31 @@ VALUE_PREFIXES, MOMENT_PREFIX = ("model.", "average."), "optimizer."
 
 @dataclass(frozen=True)
 class CarriedTensors:
-    """Initial state of a model that continues another one with other columns."""
+    """Start of a model that continues another one."""
 
     tensors: dict[str, Tensor]
     """Dense tensors by name, with the shapes of the new model."""
     zero_table_columns: dict[str, slice]
-    """Columns of new tables, by table, whose rows must start at zero."""
+    """Columns of the rows of new tables that must start at zero, by table."""
 
 
 def carry_over(
     saved: Mapping[str, Tensor], before: InputColumns, model: nn.Module, now: InputColumns
 ) -> CarriedTensors:
-    """Map the dense tensors of a model with the columns `before` to a model with the columns `now`.
+    """Map the dense tensors of a model with the columns `before` to a model with the columns `now`, by column name.
 
-    Entries whose columns exist in both are copied by name, moments included. Moments of other entries are zero. A
-    parameter without a copied entry has no moments, so that its optimizer starts again. New weights start at zero or as
-    in `model`, such that new columns change no prediction and all their weights and rows have gradients. If no column
-    is common, all weights that depend on columns start as in `model`.
-
+    New entries start at zero or as in `model`, so that new columns change no prediction and have gradients. If no
+    column is common, all start as in `model`. Moments of new entries are zero, and completely new parameters have none.
     Collective if dense parameters are sharded.
 
     Args:
-        saved: Tensors `model.PARAMETER`, `average.PARAMETER` and `optimizer.PARAMETER.MOMENT`. Others are not changed.
+        saved: Tensors `model.PARAMETER`, `average.PARAMETER` and `optimizer.PARAMETER.MOMENT`. Others are kept.
         before: Columns of the saved model.
-        model: New model with its initial parameters. It is not changed.
+        model: New model with initial parameters. It is not changed.
         now: Columns of `model`.
 
-    Raises MesetaError if the class of the model has no `column_axes`, `now` is not that of the model, a common feature
-    has another width, a saved tensor has another shape than `before` requires, or the model reads common columns
-    differently.
+    Raises MesetaError if the model's class has no `column_axes`, `now` does not match the model, a feature has another
+    width, a saved tensor has the wrong shape, or the model reads common columns differently.
     """
     if before == now:
         return CarriedTensors(dict(saved), {})
@@ -106,7 +102,7 @@ def _carry_tensors(saved: Mapping[str, Tensor], model: nn.Module, carrier: _Carr
 
 
 def _parameter_of(key: str) -> tuple[str, bool]:
-    """Return (name of the parameter or buffer, or empty for another tensor, whether the tensor is a moment)."""
+    """Return (parameter or buffer, '' for another tensor, is a moment)."""
     if key.startswith(MOMENT_PREFIX):
         return key.removeprefix(MOMENT_PREFIX).rpartition(".")[0], True
     prefix = next((prefix for prefix in VALUE_PREFIXES if key.startswith(prefix)), None)
@@ -119,9 +115,8 @@ class _Carrier:
     before: ColumnAxes
     now: ColumnAxes
     shared: frozenset[Source]
-    """Inputs whose entries are carried over."""
     zero_sources: frozenset[Source]
-    """New inputs whose rows start at zero by the config. Weights that read them must not."""
+    """New inputs whose rows start at zero by their `InitSpec`."""
 
     def check_labels(self, name: str, changes: str) -> None:
         """Raise MesetaError if a label of shared inputs exists in only one of the models."""
@@ -136,16 +131,16 @@ class _Carrier:
                 )
 
     def is_rebuilt(self, name: str) -> bool:
-        """Whether the parameter or buffer belongs to a submodule that is dropped or built again."""
+        """Whether the submodule of the parameter is dropped or built again."""
         modules = (module for module, source in self.now.modules.items() if source not in self.shared)
         return any(name.startswith(f"{module}.") for module in modules)
 
     def carries_entries(self, name: str) -> bool:
-        """Whether the parameter has an entry that is carried over."""
+        """Whether an entry of the parameter is carried over."""
         return all(axis is None or any(map(self._is_shared, axis.labels)) for axis in self.now.parameters[name])
 
     def start(self, name: str, value: Tensor) -> Tensor:
-        """Return the values at which new entries of a parameter start, given its initial values in a new model."""
+        """Return the values at which new entries start, given those in a new model."""
         axes = self.now.parameters[name]
         shape = [size if axis is None else len(axis.labels) for size, axis in zip(value.shape, axes, strict=True)]
         assert [*value.shape] == shape, f"{self.model}: {name} is {list(value.shape)}, but has the labels of {shape}"
@@ -161,17 +156,14 @@ class _Carrier:
                 start.index_copy_(dim, places, value.index_select(dim, places))
         return start
 
-    def _new_places(self, axis: Axis) -> Tensor:
-        """Return positions of new entries, without weights that read rows of zeros and so need not be zero."""
+    def _new_places(self, axis: LabeledAxis) -> Tensor:
+        """Return positions of new entries, without weights that read rows of zeros and must not be zero."""
         zeros = self.zero_sources if axis.starts_at_zero else frozenset[Source]()
         new = [not self._is_shared(label) and not label.sources & zeros for label in axis.labels]
         return torch.tensor(new, dtype=torch.bool).nonzero()[:, 0]
 
     def carry(self, key: str, name: str, value: Tensor, start: Tensor) -> Tensor:
-        """Return `start` with the shared entries of the saved tensor `value`, in its dtype.
-
-        `key` is its name in errors. Raises MesetaError if it has the wrong shape.
-        """
+        """Return `start` with the shared entries and the dtype of `value`, which `key` names in errors."""
         axes = self.before.parameters[name], self.now.parameters[name]
         pairs = list(zip(*axes, strict=True))
         expected = [
@@ -189,8 +181,8 @@ class _Carrier:
         result[new] = value[old].cpu()
         return result
 
-    def _places(self, size: int, before: Axis | None, now: Axis | None) -> tuple[Tensor, Tensor]:
-        """Return positions of the shared entries of an axis with `size` entries in the (saved, new) parameter."""
+    def _places(self, size: int, before: LabeledAxis | None, now: LabeledAxis | None) -> tuple[Tensor, Tensor]:
+        """Return positions of the shared entries in the (saved, new) parameter."""
         if before is None or now is None:
             return torch.arange(size), torch.arange(size)
         positions = {label: position for position, label in enumerate(before.labels) if self._is_shared(label)}

@@ -11,18 +11,17 @@ from torch import nn
 from meseta.models.layers import pooled_dims
 
 Source = tuple[str, str]
-"""Kind and name of an input of a model: a dense column, a sparse feature, or `BOTTOM`."""
+"""Kind and name of an input: a dense column, a sparse feature, or `BOTTOM`."""
 BOTTOM: Source = ("bottom", "")
 """Vector that a bottom MLP computes from all dense columns."""
 
 
 class InputLabel(NamedTuple):
-    """Name of an entry of an axis, which is equal in models with other columns."""
+    """Name of an entry of an axis."""
 
     sources: frozenset[Source]
-    """Inputs that the entry depends on: one, two for a product of their vectors, or none for a hidden unit."""
+    """Its inputs: two for a product, none for a hidden unit."""
     element: int = 0
-    """Index of the element in the vector of the input."""
 
 
 @dataclass(frozen=True)
@@ -30,38 +29,34 @@ class InputColumns:
     """Input columns of a model."""
 
     dense: tuple[str, ...]
-    """Names of the dense columns, in the order of the model's dense inputs."""
     sparse: tuple[tuple[str, int], ...]
-    """Name and table width of each sparse feature, in the order of the pooled embeddings."""
+    """Name and table width of each sparse feature, in order."""
 
     @classmethod
     def from_embeddings(cls, dense: Iterable[str], embeddings: nn.Module) -> InputColumns:
-        """Return the columns of a model with `embeddings`, a module with `tables` and `features`.
-
-        Raises MesetaError if a feature is not pooled.
-        """
+        """Return the columns of a model with `embeddings`. Raises MesetaError if a feature is not pooled."""
         return cls(tuple(dense), tuple(pooled_dims("columns", embeddings).items()))
 
     @property
     def sources(self) -> frozenset[Source]:
-        """Inputs of a model with these columns."""
+        """All inputs."""
         dense = [BOTTOM, *(("dense", name) for name in self.dense)] if self.dense else []
         return frozenset([*dense, *(("sparse", name) for name, _ in self.sparse)])
 
     def dense_labels(self, width: int = 1) -> list[InputLabel]:
-        """Return labels of vectors of the dense columns, one after the other. By default they are the inputs."""
+        """Return labels of the vectors of dense columns."""
         return [label for name in self.dense for label in vector_labels(("dense", name), width)]
 
     def bottom_labels(self, width: int) -> list[InputLabel]:
-        """Return labels of the output of a bottom MLP, which exists only with dense columns."""
+        """Return labels of the output of a bottom MLP, none without dense columns."""
         return vector_labels(BOTTOM, width) if self.dense else []
 
     def sparse_labels(self, num_weights: int = 0) -> list[InputLabel]:
-        """Return labels of the pooled embeddings, without the last `num_weights` columns of each table."""
+        """Return labels of pooled embeddings, without the last `num_weights` columns of each table."""
         return [label for name, dim in self.sparse for label in vector_labels(("sparse", name), dim - num_weights)]
 
     def pair_labels(self) -> list[InputLabel]:
-        """Return labels of `dot_interaction`: all pairs of the bottom MLP's vector, if it exists, and the features."""
+        """Return labels of the products of `dot_interaction`."""
         vectors: list[Source] = [BOTTOM] if self.dense else []
         vectors += [("sparse", name) for name, _ in self.sparse]
         return [
@@ -72,21 +67,17 @@ class InputColumns:
 
 
 def vector_labels(source: Source, width: int) -> list[InputLabel]:
-    """Return the labels of the elements of an input's vector."""
+    """Return labels of the elements of an input's vector."""
     sources = frozenset({source})
     return [InputLabel(sources, element) for element in range(width)]
 
 
 def describe_changes(before: InputColumns, now: InputColumns) -> str:
-    """Return the dense and sparse columns that were added, dropped, reordered or resized. Empty if there are none."""
+    """Return which columns were added, dropped, reordered or resized."""
     changes = []
     each = (
         ("dense", dict.fromkeys(before.dense, 1), dict.fromkeys(now.dense, 1)),
-        (
-            "sparse",
-            dict(before.sparse),
-            dict(now.sparse),
-        ),
+        ("sparse", dict(before.sparse), dict(now.sparse)),
     )
     for kind, old, new in each:
         kept = [name for name in old if name in new]
@@ -101,40 +92,38 @@ def describe_changes(before: InputColumns, now: InputColumns) -> str:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Axis of a dense parameter that is indexed by inputs."""
+class LabeledAxis:
+    """Axis of a dense parameter that inputs index."""
 
     labels: tuple[InputLabel, ...]
     starts_at_zero: bool
-    """Whether new entries start at zero. Otherwise they start as in a new model, also if another axis is zero there."""
+    """Whether new entries start at zero, unless they are also new on an axis without `starts_at_zero`."""
 
 
-def reading(labels: Sequence[InputLabel]) -> Axis:
-    """Return an axis of weights that read inputs. Those of a new input start at zero."""
-    return Axis(tuple(labels), starts_at_zero=True)
+def reading(labels: Sequence[InputLabel]) -> LabeledAxis:
+    """Return an axis whose new entries, which read new inputs, start at zero."""
+    return LabeledAxis(tuple(labels), starts_at_zero=True)
 
 
-def initial(labels: Sequence[InputLabel]) -> Axis:
-    """Return an axis whose new entries start as in a new model, because another factor of their paths is zero."""
-    return Axis(tuple(labels), starts_at_zero=False)
+def initial(labels: Sequence[InputLabel]) -> LabeledAxis:
+    """Return an axis whose new entries start as in a new model."""
+    return LabeledAxis(tuple(labels), starts_at_zero=False)
 
 
-ParameterAxes = tuple[Axis | None, ...]
-"""Axes of a parameter, `None` for one that is not indexed by inputs."""
+ParameterAxes = tuple[LabeledAxis | None, ...]
+"""Axes of a parameter, `None` for one without inputs."""
 
 
 @dataclass(frozen=True)
 class ColumnAxes:
-    """Axes of a model that are indexed by inputs.
+    """Axes of a model that inputs index, as returned by its method `column_axes(columns)`.
 
-    A model class that can change its columns has a method `column_axes(columns)`, which returns these axes for any
-    columns. Each path from a new input to the logit must have a zero factor, so that adding the input changes no
-    prediction. Each new weight and row must be on a path without another zero factor, so that it has a gradient.
+    On each path from a new input to the logit a factor must be zero, so that no prediction changes. Each new weight and
+    row needs a path on which no other factor is zero, so that it has a gradient.
     """
 
     parameters: Mapping[str, ParameterAxes]
-    """Axes of parameters by name. Other parameters do not depend on the columns."""
     modules: Mapping[str, Source] = field(default_factory=dict)
-    """Input that a submodule computes, by name. The submodule exists if the input does."""
+    """Input that a submodule computes, by name of the submodule."""
     zero_row_columns: slice = field(default_factory=lambda: slice(0))
-    """Columns of table rows that reach the logit without a weight. Those of a new table start at zero."""
+    """Table columns that reach the logit without a weight, so that those of new tables start at zero."""

@@ -59,7 +59,6 @@ class ModelEntry:
     predicts_all_labels: bool = False
     """Whether logits have the shape [B, T]. Other models predict one label, with logits of shape [B]."""
     can_change_columns: bool = False
-    """Whether the model has `column_axes`, so that a run can continue it with other columns."""
 
 
 MODELS: dict[type[ModelConfig], ModelEntry] = {
@@ -135,7 +134,7 @@ def make_model(
 
 
 def check_columns(config: ModelConfig, before: InputColumns, now: InputColumns) -> None:
-    """Raise MesetaError if the columns differ and the model of a config section cannot change its columns."""
+    """Raise MesetaError if the columns differ and the model cannot change them."""
     changes = describe_changes(before, now)
     entry = MODELS.get(type(config))
     if changes and not (entry and entry.can_change_columns):

@@ -71,7 +71,7 @@ class FullCross(nn.Module):
         return cross_network(x0, [], [layer.weight for layer in layers], [layer.bias for layer in layers])
 
     def label_axes(self, name: str, labels: Sequence[InputLabel]) -> dict[str, ParameterAxes]:
-        """Return the axes of all parameters, given the labels of the inputs and the path of the network."""
+        """Return axes by parameter. `name` is the path of the network."""
         # Outputs of new inputs, which the next layer reads with weights of zero, start as usual.
         outputs = initial(labels)
         axes: dict[str, ParameterAxes] = {}
@@ -96,7 +96,7 @@ class LowRankCross(nn.Module):
         )
 
     def label_axes(self, name: str, labels: Sequence[InputLabel]) -> dict[str, ParameterAxes]:
-        """Return the axes of all parameters, given the labels of the inputs and the path of the network."""
+        """Return axes by parameter. `name` is the path of the network."""
         return _factor_axes(name, labels, len(self.down), readers=("down",))
 
 
@@ -129,14 +129,14 @@ class MixtureCross(nn.Module):
         return x
 
     def label_axes(self, name: str, labels: Sequence[InputLabel]) -> dict[str, ParameterAxes]:
-        """Return the axes of all parameters, given the labels of the inputs and the path of the network."""
+        """Return axes by parameter. `name` is the path of the network."""
         return _factor_axes(name, labels, len(self.down), readers=("gates", "down"))
 
 
 def _factor_axes(
     name: str, labels: Sequence[InputLabel], num_layers: int, readers: Sequence[str]
 ) -> dict[str, ParameterAxes]:
-    """Return the axes of low-rank layers, given the names of the matrices that read their inputs."""
+    """Return axes of low-rank layers, whose matrices `readers` read their inputs."""
     axes: dict[str, ParameterAxes] = {}
     for layer in range(num_layers):
         axes |= {f"{name}.{part}.{layer}.weight": (None, reading(labels)) for part in readers}
@@ -254,7 +254,7 @@ class DCNv2(DeepCrossModel):
                 fill_normal(inner, math.sqrt(1.0 / self.cross.rank), seed, f"cross.inner.{index}")
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         labels = [*columns.dense_labels(), *columns.sparse_labels()]
         axes: dict[str, ParameterAxes] = cast(Any, self.cross).label_axes("cross", labels)
         axes["deep_mlp.0.weight"] = None, reading(labels)

@@ -35,7 +35,7 @@ class DLRMBase(ScoringModel):
         return dense if self.bottom_mlp is None else cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
 
     def axes_of_interaction(self, columns: InputColumns, interaction: Mapping[str, ParameterAxes]) -> ColumnAxes:
-        """Return all axes indexed by columns, given those of the layers that read the bottom MLP's output."""
+        """Return axes of the model, given those of its `interaction` and top MLP."""
         bottom = None, reading(columns.dense_labels())
         return ColumnAxes({"bottom_mlp.0.weight": bottom, **interaction}, modules={"bottom_mlp": BOTTOM})
 
@@ -102,7 +102,7 @@ class DLRM(DLRMBase):
         return self.top_mlp(self._interact(x, pooled), self.batch_slice).squeeze(1)
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         pairs = columns.pair_labels() if self.interaction == "dot" else []
         top_inputs = [*columns.bottom_labels(self.bottom_width), *(pairs or columns.sparse_labels())]
         return self.axes_of_interaction(columns, {"top_mlp.0.weight": (None, reading(top_inputs))})

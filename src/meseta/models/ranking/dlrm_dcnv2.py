@@ -67,7 +67,7 @@ class DLRMDCNv2(DLRMBase):
         return self.top_mlp(self.cross(concat(x, pooled, x.dtype)), self.batch_slice).squeeze(1)
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         labels = [*columns.bottom_labels(self.bottom_width), *columns.sparse_labels()]
         top = {"top_mlp.0.weight": (None, reading(labels))}
         return self.axes_of_interaction(columns, {**self.cross.label_axes("cross", labels), **top})

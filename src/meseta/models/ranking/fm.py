@@ -58,7 +58,7 @@ class FM(ScoringModel):
         return weighted + weights.sum(dim=1) + sum_over_pairs(torch.cat([of_dense, vectors], dim=1))
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         dense = reading(columns.dense_labels())
         parameters = {"first_order.dense.weight": (None, dense), "fields.dense_vectors": (dense, None)}
         return ColumnAxes(parameters, zero_row_columns=slice(None))
@@ -103,7 +103,7 @@ class DeepFM(FM):
         return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         axes = super().column_axes(columns)
         # New vectors are zero because of the factorization machine, so the weights that read them must not be.
         fields = initial([*columns.dense_labels(self.fields.width), *columns.sparse_labels(num_weights=1)])

@@ -52,7 +52,7 @@ class LogisticRegression(ScoringModel):
         return x.squeeze(1) + pooled.sum(dim=1)
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         return ColumnAxes({"linear.weight": (None, reading(columns.dense_labels()))}, zero_row_columns=slice(None))
 
 
@@ -111,7 +111,7 @@ class WideDeep(ScoringModel):
         return weighted + weights.sum(dim=1) + self.deep_mlp(deep, self.batch_slice).squeeze(1)
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         dense = columns.dense_labels()
         return ColumnAxes(
             {

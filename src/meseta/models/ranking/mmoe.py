@@ -88,7 +88,7 @@ class MMoE(ScoringModel):
         return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
 
     def column_axes(self, columns: InputColumns) -> ColumnAxes:
-        """Return the axes indexed by columns, see `ColumnAxes`."""
+        """Return axes indexed by inputs."""
         inputs = None, reading([*columns.dense_labels(), *columns.sparse_labels()])
         experts = {f"experts.{index}.0.weight": inputs for index in range(len(self.experts))}
         return ColumnAxes({**experts, **{f"gates.{task}.weight": inputs for task in range(len(self.gates))}})
