@@ -9,12 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.comm import World
+from meseta.config import RunConfig
 from meseta.data import Reader, ReaderOptions
 from meseta.spec import MesetaError
 from meseta.train.daily.new_ids import NewIds
-from meseta.train.daily.test_first import evaluate_first
+from meseta.train.daily.test_first import evaluate_first, open_all_rows
 from meseta.train.predictions import write_raw_predictions
 from meseta.train.trained_model import load_for_raw_rows, load_trained
+from small_run import settings
 from train.daily.day_cases import Days, make_days
 from train.daily.epoch_cases import hour_names, records
 
@@ -65,3 +67,10 @@ def test_rows_without_labels(days: Days) -> None:
     reader = Reader(dataset, "train", ReaderOptions(batch_size=77))
     with pytest.raises(MesetaError, match="has no labels"):
         evaluate_first(parent.model, reader, World.single(), NewIds(dataset, {}))
+
+
+def test_all_rows_are_read_in_order_with_times(days: Days) -> None:
+    document = settings(days.grown.dir, days.run, data__filter="price > 3", data__negative_keep=0.5)
+    reader = open_all_rows(RunConfig.model_validate(document), days.grown, World.single())
+    times = [time for batch in reader.epoch() for time in ([] if batch.time is None else batch.time.tolist())]
+    assert times == days.raw["ts"].tolist()

@@ -92,8 +92,8 @@ class BinnedEpoch:
         if any(kind == _DAY_HOUR for _, kind, _ in parts):
             self._merge_days()
         self._limit_hours(np.array([key for _, kind, key in parts if kind == _HOUR], np.int64))
-        for (task, kind, key), columns in parts.items():
-            window = self._new_windows(task)[key] if kind == _NEW_IDS else self._hour_window(task, key)
+        for (task, kind, number), columns in parts.items():
+            window = self._new_windows(task)[number] if kind == _NEW_IDS else self._hour_window(task, number)
             window.add_state(columns)
 
     @staticmethod

@@ -79,7 +79,8 @@ class NewIds:
         ids, lengths = sparse.values.numpy(), sparse.lengths.numpy()
         if ids.size == lengths.size and lengths.min() == 1:
             by_feature = ids.reshape(-1, num_samples)
-            return _test_bits(self._all_bits, (by_feature >> 3) + self._first_bytes[:, None], by_feature).any(axis=0)
+            marks = _test_bits(self._all_bits, (by_feature >> 3) + self._first_bytes[:, None], by_feature)
+            return np.logical_or.reduce(marks, axis=0, out=is_new)
         first_bytes = np.repeat(self._first_bytes, np.diff(sparse.key_offsets))
         places = np.flatnonzero(_test_bits(self._all_bits, (ids >> 3) + first_bytes, ids))
         bags = np.searchsorted(np.cumsum(lengths), places, "right")

@@ -253,7 +253,7 @@ def _sum_groups(samples: WeightedSamples, groups: NDArray[np.uint16], num_groups
     return np.stack(sums, axis=1)
 
 
-def _aucs(samples: WeightedSamples, groups: NDArray[np.uint16] | None, num_groups: int) -> NDArray[np.float64]:
+def _aucs(samples: WeightedSamples, groups: NDArray[Any] | None, num_groups: int) -> NDArray[np.float64]:
     """Return the AUC of each group [num_groups] of sorted samples. nan if a class is missing."""
     aucs = np.full(num_groups, math.nan)
     scores, is_positive, weights = samples.logits, samples.labels == 1, samples.weights
@@ -272,7 +272,10 @@ def _aucs(samples: WeightedSamples, groups: NDArray[np.uint16] | None, num_group
 
 def _describe_groups(sums: NDArray[np.float64], aucs: NDArray[np.float64]) -> list[dict[str, Any]]:
     """Return documents [g] of the sums [g, k, 6] over k subgroups."""
-    return [
-        _describe(_Sums(int(values[0]), int(values[1]), *values[2:].tolist(), auc))
-        for values, auc in zip(sums.sum(axis=1), aucs.tolist(), strict=True)
-    ]
+    documents = []
+    for (num_samples, num_positives, weight, positive_weight, loss, prediction), auc in zip(
+        sums.sum(axis=1).tolist(), aucs.tolist(), strict=True
+    ):
+        group = _Sums(int(num_samples), int(num_positives), weight, positive_weight, loss, prediction, auc)
+        documents.append(_describe(group))
+    return documents

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.batch_reader import BatchReader
 from meseta.embedding.batch_context import OutOfRangeIds
 from meseta.pipeline.losses import Model
@@ -14,6 +16,7 @@ from meseta.train.daily.epoch_metrics import EpochMetrics
 from meseta.train.daily.new_ids import NewIds
 from meseta.train.evaluate import LogitShift, gather_windows, predict
 from meseta.train.metrics import MetricWindow, TaskWindows, task_metrics
+from meseta.train.setup.build import make_reader
 
 
 def evaluate_first(
@@ -43,3 +46,14 @@ def evaluate_first(
         total = task_metrics({task: merged[task].compute() for task in merged.tasks}, ("reliability",))
     seconds = time.perf_counter() - start_s
     return record.model_copy(update={"total": GroupMetrics.model_validate(total), "time_s": seconds})
+
+
+def open_all_rows(config: RunConfig, dataset: Dataset, world: World) -> BatchReader:
+    """Return a reader of all training rows in the order of the files, with times, for `evaluate_first`.
+
+    It ignores `data.filter` and `data.negative_keep`, as `meseta predict` does. Raises MesetaError, and may be
+    collective, as `make_reader`.
+    """
+    data = config.data.model_copy(update={"filter": None, "negative_keep": 1.0})
+    all_rows = config.model_copy(update={"data": data})
+    return make_reader(all_rows, dataset.with_times(), "train", world, in_order=True)
