@@ -108,8 +108,8 @@ class Files:
         saved, tables = torch.load(self.folder / "rows.pt", weights_only=True), {}
         for table, (rows, state) in saved["rows"].items():
             now = pq.read_table(self.folder / f"{name}.parquet")["value"].to_pandas()[1:]
-            found = pd.Index(saved["values"]).get_indexer(now)
-            places = torch.from_numpy(np.concatenate([[0], found + 1]))
+            at = pd.Index(saved["values"]).get_indexer(now)
+            places = torch.from_numpy(np.concatenate([[0], at + 1]))
             tables[table] = rows.index_select(0, places), state.index_select(0, places)
         return tables
 

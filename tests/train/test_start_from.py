@@ -285,9 +285,9 @@ def test_measurements_on_the_new_rows(days: Path, tmp_path: Path, monkeypatch: p
     group = continued["progressive"]["with_new_ids"]
     assert group["num_samples"] == is_new.sum() and 0 < is_new.sum() < NUM_ROWS
     assert group["auc"] == pytest.approx(roc_auc_score(clicked[is_new], score[is_new]), abs=1e-12)
-    first, own = map(json.loads, (run / "history.jsonl").read_text().splitlines())
-    assert (first["run"], own["run"], own["num_rows"]) == ("parent", "child", NUM_ROWS)
-    assert own["progressive"]["total"] == total
+    first, last = map(json.loads, (run / "history.jsonl").read_text().splitlines())
+    assert (first["run"], last["run"], last["num_rows"]) == ("parent", "child", NUM_ROWS)
+    assert last["progressive"]["total"] == total
     again = run_here("train", "--start-from", run, "--data", days / "1.csv", f"run_dir={tmp_path / 'again'}")
     assert again.code == 1 and "has nothing new to train on: run 'child'" in again.errors[0]
     again = run_here("train", "--start-from", run, "--data", days / "1.csv", "--again", f"run_dir={tmp_path / 'again'}")

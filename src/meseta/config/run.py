@@ -236,7 +236,7 @@ class TrainConfig(Section):
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """Choice of the best evaluation, and condition for stopping. Requires eval_every_steps or eval_every_epochs."""
     test_first: bool = True
-    """Whether the parent of start_from is evaluated on all training rows before the first step."""
+    """Whether start_from is evaluated on all training rows first."""
     finish: Literal["last", "best"] = "last"
     """Final weights of the run, for the test split, the report, `eval`, `predict` and exports: the last ones, or those
     of the best evaluation by early_stopping, whose checkpoint is kept."""
