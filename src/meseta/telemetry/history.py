@@ -1,4 +1,4 @@
-"""History of a run: history.jsonl has one line for each run of its chain, the oldest first."""
+"""History of a run: history.jsonl has one line per run of its chain."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from meseta.telemetry.continued import HistoryLine
 
 HISTORY_FILE = "history.jsonl"
 MAX_HISTORY_BYTES = 1 << 28
-"""Maximum size of the file. A line takes up to 100 kB."""
 
 
 def read_history(run_dir: Path) -> tuple[HistoryLine, ...]:
-    """Read the history of a run, which has no lines if the file is missing.
+    """Read the history of a run, the oldest run first. Empty if there is no file.
 
-    Raises MesetaError if a line is invalid, and StorageError if reading fails.
+    Raises MesetaError if it cannot be read, or a line is invalid.
     """
     path = run_dir / HISTORY_FILE
     try:
@@ -33,7 +32,7 @@ def read_history(run_dir: Path) -> tuple[HistoryLine, ...]:
 
 
 def parse_history(content: bytes, where: str) -> tuple[HistoryLine, ...]:
-    """Parse the lines of a history. Raises MesetaError that names `where`, the line and the problem."""
+    """Parse the lines of the file `where`. Raises MesetaError if one is invalid."""
     lines = []
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -53,7 +52,6 @@ _REMEDY = "restore the file from a backup, or remove it to start a new history"
 
 
 def write_history(run_dir: Path, earlier: Sequence[HistoryLine], line: HistoryLine) -> None:
-    """Write the history of a run atomically: the lines of its parent, and its own. Raises MesetaError if
-    it cannot be written."""
+    """Write the lines of the parent and of the run atomically. Raises MesetaError if that fails."""
     documents = [one.to_dict() for one in (*earlier, line)]
     write_atomic(run_dir / HISTORY_FILE, "".join(f"{json.dumps(document)}\n" for document in documents))

@@ -49,7 +49,7 @@ class Days(NamedTuple):
     like: Dataset
     """Second day as the run encodes it, in the split test."""
     grown: Dataset
-    """Second day in the split train, in which new users and tags have rows of their own."""
+    """Second day in the split train, in which new users and tags have rows."""
     masks: dict[str, NDArray[np.bool_]]
     """New rows of `grown`."""
 

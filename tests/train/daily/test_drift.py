@@ -53,7 +53,7 @@ def test_changes_equal_pandas(days: Days) -> None:
         assert change.new_row_share == np.mean([any(bag) for bag in new])
         assert change.new_lookup_share == sum(map(sum, new)) / change.num_lookups
         num_new = len({value for bag in bags for value in bag if value not in known})
-        assert change.num_added == max(num_new - 1, 0)  # The last one has no row of its own.
+        assert change.num_added == max(num_new - 1, 0)  # The last one has no row.
         assert change.num_retired == (3 if name == "user" else 0)
         assert unseen.unseen_counts[name] == sum(map(sum, new))
 

@@ -26,8 +26,8 @@ class NewIds:
     def __init__(self, dataset: Dataset, masks: Mapping[str, NDArray[np.bool_]]) -> None:
         """Create the set from a mask [num_embeddings] per feature. Features without a mask have no new ids.
 
-        Row 0 of a vocabulary with a mask is new, because it stands for all values without a row. Raises MesetaError if
-        a mask does not belong to a feature, or does not match the size of its table.
+        Row 0 of a vocabulary with a mask is new, because all values without a row have it. Raises MesetaError if a mask
+        does not belong to a feature, or does not match the size of its table.
         """
         features = {feature.name: feature for feature in dataset.sparse}
         for name, mask in masks.items():
