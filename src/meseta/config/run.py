@@ -478,11 +478,11 @@ class StartConfig(Section):
     load: tuple[StartPart, ...] = get_args(StartPart)
     """Loaded parts. 'states' are those of optimizers."""
     reset: tuple[str, ...] = ()
-    """Tables, by feature, with initial rows. 'dense' is the dense part."""
+    """Tables, by feature, with initial rows; 'dense': the dense part."""
     again: bool = False
-    """Whether to accept files on which an earlier run of the chain was trained."""
+    """Whether to accept files that the chain was trained on before."""
     like: LocalPath | None = None
-    """Dataset or run with the encoding of a checkpoint without run folder."""
+    """Dataset or run with the encoding of a lone checkpoint."""
 
     @model_validator(mode="after")
     def _check(self) -> StartConfig:

@@ -230,22 +230,26 @@ def make_workload(
         tables=tuple(tables),
         features=tuple(features),
         batch_size=config.train.batch_size,
-        loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
+        loads={
+            feature.name: feature_load(columns[feature.name], num_samples, has_grown=dataset.part > 1)
+            for feature in features
+        },
         dense=DenseLoad() if outline is None else dense_load(config, outline, len(dataset.dense)),
         dense_exchange=DenseExchange() if outline is None else dense_exchange(config, outline, dataset),
         comm=config.comm.communication,
     )
 
 
-def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
-    """Return the statistics that `meseta prepare` measured for a feature."""
+def feature_load(column: SparseFeature, num_samples: int, *, has_grown: bool = False) -> FeatureLoad:
+    """Return the statistics that `meseta prepare` measured for a feature. `has_grown` means that rows were added."""
     counted = column.statistics
     # A split shorter than a window of the reuse histogram was counted as one window of the length of the split.
     window = max(min(counted.reuse.window_samples, num_samples), 1)
     return FeatureLoad(
         pooling_factor=counted.mean_pooling_factor,
         reuse=replace(counted.reuse, window_samples=window),
-        is_sorted=column.encoding == "vocabulary",  # Rows of a vocabulary are ordered by frequency.
+        # The first rows of a vocabulary are ordered by frequency.
+        is_sorted=column.encoding == "vocabulary" and not has_grown,
     )
 
 

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.statistics import read_row_bits, write_row_bits
-from meseta.data.read.options import ReaderOptions
 from meseta.spec import MesetaError
 from meseta.spec.documents import load_document
 from meseta.telemetry.continued import ContinuedSummary, EpochMetricsRecord
@@ -23,7 +22,7 @@ from meseta.train.daily.chain import checksum_sources, find_trained_source, make
 from meseta.train.daily.drift import measure_drift
 from meseta.train.daily.epoch_metrics import EpochMetrics
 from meseta.train.daily.new_ids import NewIds
-from meseta.train.daily.test_first import evaluate_first
+from meseta.train.daily.test_first import evaluate_first, open_all_rows
 from meseta.train.evaluate import logit_shift
 from meseta.train.setup.source import make_row_source
 from meseta.train.start.parent import Parent
@@ -85,11 +84,7 @@ class NewRowMeasurements:
         trainer, config, world = self._trainer, self._trainer.config, self._trainer.world
         test_first: EpochMetricsRecord | None = None
         if config.train.test_first:
-            # All rows, as in `meseta predict`, also those that a filter leaves out of training.
-            options = ReaderOptions(
-                batch_size=config.train.eval_batch_size, prefetch_batches=config.data.prefetch_batches
-            )
-            reader = make_row_source(config.data).reader(trainer.dataset, "train", options, world)
+            reader = open_all_rows(config, trainer.dataset, world)
             with trainer.average.applied():
                 test_first = evaluate_first(trainer.model, reader, world, self._new_ids, logit_shift(config))
         retired = {feature.name: feature.num_retired for feature in trainer.dataset.sparse}
