@@ -151,7 +151,7 @@ class EmbeddingConfig(Section):
     init: InitConfig = InitConfig()
     """Initial values of the rows of all tables."""
     new_rows: Literal["initial", "unknown"] = "initial"
-    """Rows of values that are new since start_from: 'initial', or 'unknown', copies of row 0."""
+    """Rows of values new since start_from: 'initial', or 'unknown' (copies of row 0)."""
     pooling: Literal["sum", "mean"] = "sum"
     """Pooling of bags."""
     id_policy: Literal["error", "drop", "clamp", "hash"] = "error"

@@ -480,7 +480,7 @@ class StartConfig(Section):
     reset: tuple[str, ...] = ()
     """Tables, by feature, with initial rows; 'dense': the dense part."""
     again: bool = False
-    """Whether to accept files that the chain was trained on before."""
+    """Whether to accept files that the chain has read."""
     like: LocalPath | None = None
     """Dataset or run with the encoding of a lone checkpoint."""
 
