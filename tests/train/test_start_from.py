@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -216,6 +217,9 @@ def test_errors_of_one_line(days: Path, tmp_path: Path) -> None:
     empty.mkdir()
     shutil.copy(parent / "config.yaml", empty)
     shutil.copy(parent / "dataset.json", empty)
+    other_spelling = tmp_path / "other.csv"
+    header, rows = (days / "1.csv").read_text().split("\n", 1)
+    other_spelling.write_text(f"{header}\n" + 3 * re.sub(r",u(\d)", r",U\1", rows))
     cases: list[tuple[tuple[object, ...], str]] = [
         ((parent, *data, f"run_dir={parent}"), "is start_from itself; choose another run_dir"),
         ((tmp_path / "none", *data), "does not exist"),
@@ -229,6 +233,7 @@ def test_errors_of_one_line(days: Path, tmp_path: Path) -> None:
         ((parent, *data, "--label", "price"), "price"),
         ((parent, f"data.dir={independent}"), "was encoded otherwise than that of start_from"),
         ((parent, *data, "--reset", "users"), "start.reset: 'users' is no sparse feature"),
+        ((parent, "--data", other_spelling), "train: 100.00% of the 1,200 values of 'user_id' are unseen"),
     ]
     for number, (arguments, message) in enumerate(cases):
         ended = run_here("train", f"run_dir={tmp_path / f'run-{number}'}", "--start-from", *arguments)

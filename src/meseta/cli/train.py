@@ -159,6 +159,12 @@ _AgainOption = Annotated[
     bool,
     typer.Option("--again", help="Accept files that the chain was trained on before.", rich_help_panel=_START_PANEL),
 ]
+_AllowUnseenOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unseen", help="Accept features whose values are almost all new.", rich_help_panel=_START_PANEL
+    ),
+]
 _NoGrowOption = Annotated[
     bool,
     typer.Option("--no-grow", help="Keep its vocabularies. New values share row 0.", rich_help_panel=_START_PANEL),
@@ -205,6 +211,7 @@ def train(
     reset: _ResetOption = None,
     like: _LikeOption = None,
     again: _AgainOption = False,
+    allow_unseen: _AllowUnseenOption = False,
     no_grow: _NoGrowOption = False,
     retire_after: RetireAfterOption = None,
     max_candidates: _MaxCandidatesOption = None,
@@ -420,7 +427,7 @@ def _option_overrides(parameters: Mapping[str, Any]) -> list[str]:
     overrides = [
         f"{key}={json.dumps(str(parameters[name]))}" for name, key in keys.items() if parameters[name] is not None
     ]
-    overrides += ["start.again=true"] if parameters["again"] else []
+    overrides += [f"start.{name}=true" for name in ("again", "allow_unseen") if parameters[name]]
     for name in ("load", "reset"):
         if (text := parameters[name]) is not None:
             overrides.append(f"start.{name}={json.dumps([one.strip() for one in text.split(',') if one.strip()])}")

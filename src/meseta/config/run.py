@@ -305,7 +305,7 @@ class CheckpointConfig(Section):
     max_chain: int = Field(default=8, ge=2, le=1024)
     """Maximum number of files that hold the rows of one block."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """Reaction to a failed save, for example on a full disk: 'stop' ends the run, and 'continue' prints a warning and
+    """Reaction to a failed save: 'stop' ends the run, and 'continue' prints a warning and
     trains until the next save. A failed save at the end or after a signal always ends the run."""
     max_bytes_per_s: float | None = Field(default=None, gt=0)
     """Maximum bytes of checkpoints that all ranks together write per second, at least a million per rank; None: no
@@ -330,7 +330,7 @@ class CheckpointConfig(Section):
     there, and a run_dir without checkpoints resumes from there."""
     mirror: Url | None = None
     """URL of fsspec, such as s3://bucket/run, to which each checkpoint of run_dir is copied. A run_dir without
-    checkpoints resumes from the newest one there. A mirror belongs to one run."""
+    checkpoints resumes from there. A mirror belongs to one run."""
     resume: Literal["auto", "older", "never"] = "auto"
     """'auto' resumes from the newest checkpoint of run_dir, and fails if it is damaged. 'older' then resumes from the
     newest undamaged one, and retries failed reads for 10 s. 'never' refuses a run_dir with checkpoints."""
@@ -476,9 +476,11 @@ StartPart = Literal["tables", "states", "dense"]
 
 class StartConfig(Section):
     load: tuple[StartPart, ...] = get_args(StartPart)
-    """Loaded parts. 'states' are those of optimizers."""
+    """Loaded parts; 'states' of optimizers."""
     reset: tuple[str, ...] = ()
     """Tables, by feature, with initial rows; 'dense': the dense part."""
+    allow_unseen: bool = False
+    """Whether almost all values of a feature may be new."""
     again: bool = False
     """Whether to accept files that the chain has read."""
     like: LocalPath | None = None

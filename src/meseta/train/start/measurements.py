@@ -78,7 +78,10 @@ class NewRowMeasurements:
 
     def measure_first(self) -> list[str]:
         """Evaluate the parent on the new rows, and measure their drift, if the run starts now. Return lines to print.
-        Collective."""
+        Collective.
+
+        Raises MesetaError, on all ranks, if almost all values of a feature are new, unless `start.allow_unseen` is set.
+        """
         if self._before is None:
             return []
         trainer, config, world = self._trainer, self._trainer.config, self._trainer.world
@@ -89,7 +92,9 @@ class NewRowMeasurements:
                 test_first = evaluate_first(trainer.model, reader, world, self._new_ids, logit_shift(config))
         retired = {feature.name: feature.num_retired for feature in trainer.dataset.sparse}
         former = self._history[-2].drift if len(self._history) > 1 else None
-        drift, _ = measure_drift(trainer.dataset, self._before, self._new_ids, world, retired, former)
+        drift, unseen = measure_drift(trainer.dataset, self._before, self._new_ids, world, retired, former)
+        if not config.start.allow_unseen:
+            unseen.check("train")
         self._summary = self._summary.model_copy(update={"test_first": test_first, "drift": drift})
         world.run_on_rank_0(lambda: trainer.run_dir.write_json(CONTINUED_FILE, self._summary.to_dict()))
         return [f"note: {text}" for text in drift.large]
