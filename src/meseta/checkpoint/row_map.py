@@ -69,7 +69,8 @@ class RowMap:
         """Yield pairs (saved rows, rows that they become) that cover the map: slices, or arrays with ascending
         targets."""
         if self.num_rows >= _MIN_RUN_ROWS * len(self.lengths):
-            for source, target, length in zip(self.sources, self.targets, self.lengths, strict=True):
+            runs = (column.tolist() for column in (self.sources, self.targets, self.lengths))
+            for source, target, length in zip(*runs, strict=True):
                 yield slice(source, source + length), slice(target, target + length)
             return
         order = np.argsort(self.targets)

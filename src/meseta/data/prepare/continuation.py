@@ -40,14 +40,10 @@ class Continuation:
     options: PrepareOptions
 
     @staticmethod
-    def load(options: PrepareOptions) -> Continuation | None:
-        """Load the earlier dataset of the options, or return `None` if they name none.
-
-        Raises MesetaError if it cannot be read, or a column to leave out is unknown.
-        """
-        if options.like is None:
-            return None
-        dataset = _drop_columns(Dataset.load(options.like), options.without)
+    def load(options: PrepareOptions, like: Path) -> Continuation:
+        """Load the earlier dataset in the folder `like`. Raises MesetaError if it cannot be read, or a column to leave
+        out is unknown."""
+        dataset = _drop_columns(Dataset.load(like), options.without)
         return Continuation(dataset=dataset, layout=layout_from_dataset(dataset), options=options)
 
     def match(

@@ -110,7 +110,7 @@ DEFAULT_MIN_COUNT = 2
 def read_layout(options: PrepareOptions) -> RawLayout:
     """Return the layout that `prepare` would use. Raises MesetaError if there is none, or it does not fit the files."""
     schema = _load_schema(options)
-    earlier = Continuation.load(options)
+    earlier = _load_earlier(options)
     return _find_layout(options, schema, _find_sources(options, schema, earlier), earlier)[1]
 
 
@@ -130,7 +130,7 @@ def prepare(
     limit_arrow_threads()
     progress = progress or _no_progress
     schema = _load_schema(options)
-    earlier = Continuation.load(options)
+    earlier = _load_earlier(options)
     sources = _find_sources(options, schema, earlier)
     record = make_record(options, sources, None if earlier is None else earlier.dataset)
     sources, layout = _find_layout(options, schema, sources, earlier, progress)
@@ -254,10 +254,14 @@ def load_prepared(options: PrepareOptions, *, checks_like: bool = True) -> Datas
     return Dataset.load(out)
 
 
+def _load_earlier(options: PrepareOptions) -> Continuation | None:
+    return None if options.like is None else Continuation.load(options, options.like)
+
+
 def _make_record(options: PrepareOptions, former: Mapping[str, Any], *, checks_like: bool) -> dict[str, Any]:
     schema = _load_schema(options)
     if checks_like or options.like is None:
-        earlier = Continuation.load(options)
+        earlier = _load_earlier(options)
         sources = _find_sources(options, schema, earlier)
         return make_record(options, sources, None if earlier is None else earlier.dataset)
     # The prepared rows have the form of the earlier ones.
