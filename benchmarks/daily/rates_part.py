@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from common.tables import table
 
@@ -27,26 +28,28 @@ TITLES = {
 
 def measure_rates(runs: DailyRuns, sizes: Sizes) -> None:
     """Measure a chain for each learning rate on the log of one seed, and one for `embedding.new_rows`."""
-    runs.measure_first()
-    chains = _chains(runs)
+    chains = _chains(runs.measure_first(), runs.log.rows_per_day)
     for day in range(FIRST_DAY + 1, sizes.num_days + 1):
         for chain in chains:
             runs.measure_chain(chain, day)
 
 
-def _chains(runs: DailyRuns) -> list[Chain]:
+def _chains(first: Mapping[str, Any], num_rows: int) -> list[Chain]:
     """Return the chains. That of the last rate is left out if the schedule of the first day did not lower it."""
-    factors = {BASE: dict.fromkeys(SECTIONS, 1.0), LOW: dict.fromkeys(SECTIONS, LOW_FACTOR)}
-    last = runs.rate_factors()
-    if min(last.values()) < 1:
-        factors[LAST] = last
-    steps = math.ceil(WARMUP_SHARE * runs.log.rows_per_day / runs.first_config["train"]["batch_size"])
+    rates = {
+        name: {section: factor * first[f"{section}_rate"] for section in SECTIONS}
+        for name, factor in ((BASE, 1.0), (LOW, LOW_FACTOR))
+    }
+    last = {section: first[f"{section}_last_rate"] for section in SECTIONS}
+    if any(last[section] < rates[BASE][section] for section in SECTIONS):
+        rates[LAST] = last
+    steps = math.ceil(WARMUP_SHARE * num_rows / first["batch_size"])
     chains = []
-    for name, by_section in factors.items():
-        rates = tuple(f"{key}.optimizer.lr={factor * runs.base_rate(key)}" for key, factor in by_section.items())
+    for name, by_section in rates.items():
+        options = tuple(f"{section}.optimizer.lr={rate}" for section, rate in by_section.items())
         chains += [
-            Chain(name=name, options=rates),
-            Chain(name=name + WARM, options=(*rates, f"schedule.warmup_steps={steps}")),
+            Chain(name=name, options=options),
+            Chain(name=name + WARM, options=(*options, f"schedule.warmup_steps={steps}")),
         ]
     return [*chains, Chain(name=UNKNOWN, options=("embedding.new_rows=unknown",))]
 

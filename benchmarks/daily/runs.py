@@ -17,7 +17,6 @@ from common.result_store import ResultStore
 
 import meseta
 from daily.logs import DailyLog
-from meseta.config.load import get_value
 
 FIRST_DAY = 1
 ONE_RUN = ("--test-fraction", 0)
@@ -50,9 +49,13 @@ class DailyRuns:
         self.log, self.folder, self._store, self._prefix = log, folder, store, prefix
         self._settings = settings
 
-    def measure_first(self) -> None:
-        """Measure the run of the first day, with settings of a search."""
-        self._measure("first", FIRST_DAY, self._train_first)
+    def measure_first(self) -> Mapping[str, Any]:
+        """Measure the run of the first day, with settings of a search. The result has its rates and batch size."""
+
+        def facts() -> dict[str, Any]:
+            return {**self._first_rates(), "batch_size": self._first_config()["train"]["batch_size"]}
+
+        return self._measure("first", FIRST_DAY, self._train_first, facts)
 
     def measure_stale(self, day: int) -> None:
         """Score the model of the first day on the day after `day`."""
@@ -75,9 +78,9 @@ class DailyRuns:
     def find(self, name: str, day: int) -> Mapping[str, Any] | None:
         return self._store.find(f"{self._prefix}/{name}/{day}")
 
-    def store(self, name: str, day: int, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Store the result of `make` unless it is stored."""
-        self._store.get_and_print(f"{self._prefix}/{name}/{day}", make)
+    def store(self, name: str, day: int, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the stored result, or that of `make`, which is stored."""
+        return self._store.get_and_print(f"{self._prefix}/{name}/{day}", make)
 
     @cached_property
     def first_run(self) -> Path:
@@ -88,28 +91,25 @@ class DailyRuns:
         return run_dir
 
     @cached_property
-    def first_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = yaml.safe_load((self.first_run / "config.yaml").read_text())
-        return config
-
-    @cached_property
     def first_settings(self) -> Path:
-        """Config file with the settings of the first day, without its folders."""
-        path = self.folder / "settings.yaml"
-        config = {key: value for key, value in self.first_config.items() if key != "run_dir"}
-        config["data"] = {key: value for key, value in config["data"].items() if key != "dir"}
+        """Config file with the settings of the first day, without its folders and without a search."""
+        path, config = self.folder / "settings.yaml", self._first_config()
+        del config["run_dir"], config["data"]["dir"]
+        config["train"]["search_budget"] = 0.0
         path.write_text(yaml.safe_dump(config))
         return path
 
-    def rate_factors(self) -> dict[str, float]:
-        """Return the last learning rates of the first day, as factors of its base rates, by section of the config."""
-        lines = [json.loads(line) for line in (self.first_run / "metrics.jsonl").read_text().splitlines()]
-        last = [line for line in lines if line["kind"] == "train"][-1]
-        names = {"embedding": "lr_sparse", "dense": "lr_dense"}
-        return {section: last[name] / self.base_rate(section) for section, name in names.items()}
+    def _first_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = yaml.safe_load((self.first_run / "config.yaml").read_text())
+        return config
 
-    def base_rate(self, section: str) -> float:
-        return float(get_value(self.first_config, f"{section}.optimizer.lr"))
+    def _first_rates(self) -> dict[str, float]:
+        """Return the base learning rates of the first day, and those of its last step."""
+        config, lines = self._first_config(), (self.first_run / "metrics.jsonl").read_text().splitlines()
+        last = [line for line in map(json.loads, lines) if line["kind"] == "train"][-1]
+        names = {"embedding": "lr_sparse", "dense": "lr_dense"}
+        rates = {f"{section}_rate": config[section]["optimizer"]["lr"] for section in names}
+        return rates | {f"{section}_last_rate": last[name] for section, name in names.items()}
 
     def _train_first(self) -> list[Measured]:
         run_dir = self._run_dir("first", FIRST_DAY)
@@ -153,7 +153,13 @@ class DailyRuns:
         """Return the NE of a run on the day after `day`."""
         return float(meseta.open_run(run_dir).evaluate(str(self.log.file(day + 1)))["ne"])
 
-    def _measure(self, name: str, day: int, train: Callable[[], Sequence[Measured]]) -> None:
+    def _measure(
+        self,
+        name: str,
+        day: int,
+        train: Callable[[], Sequence[Measured]],
+        more: Callable[[], Mapping[str, Any]] = dict,
+    ) -> Mapping[str, Any]:
         def make() -> dict[str, Any]:
             commands = train()
             return {
@@ -161,9 +167,10 @@ class DailyRuns:
                 "processor_s": sum(command.processor_s for command in commands),
                 "seconds": sum(command.seconds for command in commands),
                 "peak_bytes": max(command.peak_bytes for command in commands),
+                **more(),
             }
 
-        self.store(name, day, make)
+        return self.store(name, day, make)
 
 
 def is_complete(run_dir: Path) -> bool:
