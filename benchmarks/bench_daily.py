@@ -13,8 +13,8 @@ Logs are those of `meseta data synth` with 5 % of the ids replaced and effects r
   are not part of a chain have the settings that the search of day 1 found. Intervals are paired over seeds.
 
 Results are stored in benchmarks/stored_results/daily.json, and the same command continues with missing ones.
-`--stored` only prints stored results. `--quick` runs all parts on tiny logs, and stores nothing. Exits with code 1 if a
-requirement is missed.
+`--stored` only prints stored results. `--quick` runs all parts on tiny logs in three minutes, and stores nothing. Exits
+with code 1 if a requirement is missed.
 """
 
 from __future__ import annotations

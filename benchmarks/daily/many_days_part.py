@@ -23,12 +23,9 @@ from meseta.report.charts.markup import escape, html_document, tag
 from meseta.system.files import write_atomic
 
 RETIRE_AFTER = 5
-MODES: Mapping[str, tuple[object, ...]] = {
-    f"retired after {RETIRE_AFTER}": ("--retire-after", RETIRE_AFTER),
-    "never retired": (),
-}
-"""Options of the preparation."""
-RETIRED, KEPT = MODES
+RETIRED, KEPT = "retired", "kept"
+MODES: Mapping[str, tuple[object, ...]] = {RETIRED: ("--retire-after", RETIRE_AFTER), KEPT: ()}
+"""Options of the preparation by what happens to rows of values that no longer occur."""
 QUANTITIES = {
     "rows": ("rows of tables", 1.0),
     "prepare_processor_s": ("prepare, processor s", 1.0),
@@ -63,11 +60,10 @@ class ManyDays:
         """Print the table and write the page. Return whether no quantity with retired rows grows beyond the limit."""
         lines = [(day, mode, result) for day in self._days() for mode in MODES if (result := self._find(mode, day))]
         rows = [
-            [day, mode, *(f"{result[key] / unit:.4g}" if unit > 1 or key != "rows" else f"{result[key]:,}"
-                          for key, (_, unit) in QUANTITIES.items())]
+            [day, mode, *(_format(key, result[key] / unit) for key, (_, unit) in QUANTITIES.items())]
             for day, mode, result in lines
-        ]  # fmt: skip
-        table("Many days", ["day", "rows of values", *(title for title, _ in QUANTITIES.values())], rows)
+        ]
+        table("Many days", ["day", "old rows", *(title for title, _ in QUANTITIES.values())], rows)
         self._write_page(page)
         return self._print_ratios()
 
@@ -99,14 +95,17 @@ class ManyDays:
         return f"thirty_days/{mode}/{day}"
 
     def _run_dir(self, mode: str, day: int) -> Path:
-        return self._folder / ("first" if day == FIRST_DAY else f"{'retired' if mode == RETIRED else 'kept'}-{day}")
+        return self._folder / ("first" if day == FIRST_DAY else f"{mode}-{day}")
 
     def _run(self, mode: str, day: int) -> dict[str, float]:
         """Prepare and train a day, after the days before it if they are missing."""
         run_dir, parent = self._run_dir(mode, day), self._run_dir(mode, day - 1)
         data, result = self._folder / f"{run_dir.name}-data", self._folder / "load.json"
         if not is_complete(parent):
-            _ = self._train_first(parent) if day - 1 == FIRST_DAY else self._run(mode, day - 1)
+            if day - 1 == FIRST_DAY:
+                self._train_first(parent)
+            else:
+                self._run(mode, day - 1)
         for folder in (run_dir, data):
             shutil.rmtree(folder, ignore_errors=True)
         prepared = measure_command(
@@ -140,9 +139,13 @@ class ManyDays:
     def _charts(self) -> Iterator[str]:
         for key, (title, unit) in QUANTITIES.items():
             lines = []
-            for mode, class_ in zip(MODES, ("retired", "kept"), strict=True):
+            for mode in MODES:
                 results = [(float(day), self._find(mode, day)) for day in self._days()]
                 points = [(day, result and result[key] / unit) for day, result in results]
-                lines.append(Series(name=class_, points=points, class_=class_))
+                lines.append(Series(name=mode, points=points, class_=mode))
             chart = line_chart(title, lines, self._log.num_days, include_zero=True, x_name="day")
             yield tag("figure", tag("figcaption", escape(title)), chart)
+
+
+def _format(key: str, value: float) -> str:
+    return f"{value:,.0f}" if key == "rows" else f"{value:.4g}"
