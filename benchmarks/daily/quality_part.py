@@ -75,8 +75,8 @@ class QualityTables:
         """Print the tables. Return whether the chain meets all requirements."""
         self._print_methods()
         self._print_days()
-        met = [self._check_worse(name) for name in WORSE]
-        return all([*met, self._check_scratch()])
+        are_worse = [self._check_worse(name) for name in WORSE]
+        return all([*are_worse, self._check_scratch()])
 
     def _days(self, name: str) -> Sequence[int]:
         return self._sizes.scratch_days if name == SCRATCH else range(FIRST_DAY + 1, self._sizes.num_days + 1)
