@@ -23,6 +23,11 @@ from common.measure_command import measure_command
 NUM_TRIALS = 20
 MAX_TREES, PATIENCE = 1000, 50
 VALID_SHARE = 0.1
+SHARED_PARAMETERS = {
+    "objective": "binary", "metric": "auc", "verbosity": -1, "seed": 0, "num_threads": 1, "deterministic": True,
+    "force_row_wise": True,
+}  # fmt: skip
+"""Parameters of LightGBM that are not those of a model. Runs are reproducible on one thread."""
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -103,8 +108,7 @@ def fit(path: Path, parameters: Mapping[str, Any], min_valid_auc: float) -> dict
     arrays = np.load(path)
     start_s = time.process_time()
     categorical = [*range(int(arrays["num_ids"]))]
-    shared = {"objective": "binary", "metric": "auc", "verbosity": -1, "seed": 0, "num_threads": 1}
-    shared |= {"deterministic": True, "force_row_wise": True}
+    shared: dict[str, Any] = SHARED_PARAMETERS
     training = lightgbm.Dataset(arrays["train_x"], arrays["train_y"], categorical_feature=categorical, params=shared)
     if parameters:
         valid = lightgbm.Dataset(arrays["valid_x"], arrays["valid_y"], reference=training)
