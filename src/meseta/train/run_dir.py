@@ -28,7 +28,7 @@ from meseta.system.files import append_atomic, format_json, is_folder, is_read_f
 from meseta.system.locks import FolderLock
 from meseta.system.processors import choose_num_threads, num_cores, read_processor
 from meseta.system.ranks import print_note
-from meseta.system.remote import Location, location_is_folder
+from meseta.system.remote import Location, RemotePath, location_is_folder
 from meseta.telemetry.metrics_file import (
     METRICS_FILE,
     EvalLine,
@@ -50,6 +50,7 @@ from meseta.telemetry.summary import (
 )
 from meseta.telemetry.timeline import TIMELINE_FILE
 from meseta.train.setup.source import make_row_source
+from meseta.train.start.remote_encoding import upload_encoding
 
 TRIALS_FOLDER = "trials"
 """Folder of the trials before a run, see meseta.train.search."""
@@ -106,6 +107,9 @@ class RunDir:
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json(DATASET_FILE, dataset.to_dict())
+        if isinstance(self.checkpoints, RemotePath):
+            with self._wrap_write_errors():
+                upload_encoding(self.path, self.checkpoints)
         self.write_json("plan.json", plan)
         noted = describe_environment(device, plan["num_ranks"], choose_num_threads(config.num_threads).number)
         if any(shard["tier"] == DISK for entry in plan["tables"].values() for shard in entry["shards"]):

@@ -15,9 +15,10 @@ from meseta.data.dataset.encoding import DatasetEncoding, encoding_difference, w
 from meseta.errors import StorageError
 from meseta.spec import MesetaError
 from meseta.system.files import path_exists
-from meseta.system.remote import Location, to_location
+from meseta.system.remote import Location, RemotePath, to_location
 from meseta.train.dataset_checks import load_encoding, load_training_dataset
 from meseta.train.run_dir import RunDir
+from meseta.train.start.remote_encoding import fetch_encoding
 from meseta.train.start.start_record import StartRecord
 
 
@@ -153,8 +154,17 @@ def find_encoding_folder(config: RunConfig) -> Path:
     """Return the folder with the encoding of the parent that a config names. Raises MesetaError if it has another
     one."""
     parent = find_parent(config)
-    parent.load_dataset(config.start.like)
-    return parent.encoding_folder(config.start.like)
+    like = find_like(config, parent)
+    parent.load_dataset(like)
+    return parent.encoding_folder(like)
+
+
+def find_like(config: RunConfig, parent: Parent) -> Path | None:
+    """Return the folder in place of the run folder of a parent: `start.like`, or what is next to a checkpoint at a
+    URL."""
+    if config.start.like is None and isinstance(parent.checkpoint, RemotePath) and parent.run is None:
+        return fetch_encoding(parent.checkpoint, config.run_dir)
+    return config.start.like
 
 
 def _run_of(place: Location) -> RunDir | None:
