@@ -24,6 +24,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from bad_input.commands import run_here
 from cli.processes import Command
 from meseta import checkpoint
+from meseta.checkpoint.files.digest import hash_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
@@ -202,6 +203,15 @@ def test_parts_that_are_not_loaded(days: Path, tmp_path: Path) -> None:
     assert not (reset["tags"]["row"][:5] == before["tags"]["row"][:5]).all()
 
 
+def change_step(path: Path, step: int) -> None:
+    """Give a copied checkpoint another step."""
+    document = json.loads((path / "manifest.json").read_text())
+    del document["manifest_checksum"]
+    document["step"] = step
+    document["manifest_checksum"] = hash_manifest(document)
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
 def test_errors_of_one_line(days: Path, tmp_path: Path) -> None:
     parent, data = days / "parent", ("--data", days / "1.csv")
     independent = tmp_path / "independent"
@@ -211,13 +221,20 @@ def test_errors_of_one_line(days: Path, tmp_path: Path) -> None:
         )
     )
     damaged = Path(shutil.copytree(parent, tmp_path / "damaged"))
-    block = next(damaged.glob("checkpoints/*/tables/*/*.arrow"))
+    intact = shutil.copytree(next(damaged.glob("checkpoints/*")), damaged / "checkpoints" / "step-000000002")
+    change_step(intact, 2)
+    block = next(damaged.glob("checkpoints/step-000000003/tables/*/*.arrow"))
     block.write_bytes(block.read_bytes()[:-100])
     bare = Path(shutil.copytree(next(parent.glob("checkpoints/*")), tmp_path / "bare" / "step-000000003"))
     empty = tmp_path / "empty"
     empty.mkdir()
     shutil.copy(parent / "config.yaml", empty)
     shutil.copy(parent / "dataset.json", empty)
+    forgetful = Path(shutil.copytree(parent, tmp_path / "forgetful"))  # As of an older version.
+    shutil.rmtree(forgetful / "vocabulary")
+    config = yaml.safe_load((forgetful / "config.yaml").read_text())
+    config["data"]["dir"] = str(tmp_path / "gone")
+    (forgetful / "config.yaml").write_text(yaml.safe_dump(config))
     other_spelling = tmp_path / "other.csv"
     header, rows = (days / "1.csv").read_text().split("\n", 1)
     other_spelling.write_text(f"{header}\n" + 3 * re.sub(r",u(\d)", r",U\1", rows))
@@ -225,7 +242,8 @@ def test_errors_of_one_line(days: Path, tmp_path: Path) -> None:
         ((parent, *data, f"run_dir={parent}"), "is start_from itself; choose another run_dir"),
         ((tmp_path / "none", *data), "does not exist"),
         ((empty, *data), "is a run without a checkpoint"),
-        ((damaged, *data), "damaged"),
+        ((damaged, *data), f"{str(intact)!r} is intact; start from it with --start-from"),
+        ((forgetful, *data), "vocabulary"),
         ((bare, *data), "add --like RUN or DATASET"),
         ((parent, *data, "model.embedding_dim=12"), "embedding_dim 5 there, but 13 in the model"),
         ((parent, *data, "embedding.optimizer.name=sgd"), "set --load tables,dense, or reinitialize"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint import find_checkpoint
+from meseta.checkpoint import DamagedCheckpoint, fallback_checkpoint_error, find_checkpoint
+from meseta.checkpoint.files.paths import parse_step
 from meseta.checkpoint.manifest import read_manifest
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import DATASET_FILE, Dataset
@@ -98,7 +99,10 @@ class Parent:
     @property
     def checksum(self) -> str:
         """SHA-256 of the manifest, which has the checksums of all other files. Raises MesetaError if it is damaged."""
-        return str(read_manifest(self.checkpoint)["manifest_checksum"])
+        try:
+            return str(read_manifest(self.checkpoint)["manifest_checksum"])
+        except DamagedCheckpoint as problem:
+            raise damaged_parent_error(problem, self.checkpoint) from None
 
     def load_config(self) -> RunConfig | None:
         """Return the config of the run, or `None` without its folder."""
@@ -138,6 +142,14 @@ class Parent:
                     "--like RUN or DATASET with the same encoding"
                 )
         return dataset
+
+
+def damaged_parent_error(problem: DamagedCheckpoint, path: Location) -> MesetaError:
+    """Return the error of a damaged parent, which names the newest intact checkpoint before it."""
+    fallback = None if parse_step(path) is None else fallback_checkpoint_error(problem, path).fallback
+    if fallback is None:
+        return MesetaError(f"{problem}; no older checkpoint in its folder is intact")
+    return MesetaError(f"{problem}: {str(fallback)!r} is intact; start from it with --start-from {fallback}")
 
 
 def find_parent(config: RunConfig) -> Parent:

@@ -25,7 +25,7 @@ from meseta.storage import ROW, TableStorage, as_stored
 from meseta.storage.tiered import TRANSFER_CHUNK_ROWS
 from meseta.train.setup.config_changes import find_model_change
 from meseta.train.start.measurements import NewRowMeasurements, record_parent
-from meseta.train.start.parent import Parent, find_like, find_parent
+from meseta.train.start.parent import Parent, damaged_parent_error, find_like, find_parent
 from meseta.train.start.row_sources import DENSE_PART, map_rows, new_row_masks
 from meseta.train.start.start_record import StartRecord
 from meseta.train.state import (
@@ -53,12 +53,12 @@ def start_from_parent(trainer: Trainer) -> None:
     with_states = "states" in config.start.load
     sources = {name: TableSource(rows=rows, states=with_states) for name, rows in maps.items()}
     embeddings = trainer.model.embeddings
-    loaded = checkpoint.load(
-        parent.checkpoint,
-        world=world,
-        shards=embeddings.shards,
-        sources=sources if "tables" in config.start.load else {},
-    )
+    sources = sources if "tables" in config.start.load else {}
+    try:
+        loaded = checkpoint.load(parent.checkpoint, world=world, shards=embeddings.shards, sources=sources)
+    except checkpoint.DamagedCheckpoint as problem:
+        damage = problem
+        raise world.broadcast_from_rank_0(lambda: damaged_parent_error(damage, parent.checkpoint)) from None
     world.run_on_rank_0(lambda: _check_state(config, parent, loaded))
     if config.embedding.new_rows == "unknown" and "tables" in config.start.load:
         masks = new_row_masks(before, dataset, maps)
