@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,22 @@ def test_the_size_of_a_difference(tmp_path: Path) -> None:
         "dense tensor 'over.weight'",
         "2 of 6 elements differ; the largest difference is 0.5",
     )
+
+
+@pytest.mark.parametrize("num_rows", [1, 96, 97, 150, 300])
+def test_common_rows_of_tables_of_different_sizes(tmp_path: Path, num_rows: int) -> None:
+    """Tables grow between days. Several sizes are those of blocks of the larger table."""
+    [spec] = [spec for spec in SPECS if spec.name == "user"]
+    other = {column: value[:num_rows].clone() for column, value in TABLES["user"].items()}
+    if num_rows > 203:
+        other = {column: torch.cat([value, value])[:num_rows] for column, value in TABLES["user"].items()}
+    last = min(num_rows, 203) - 1
+    other["row"].view(torch.uint8)[last, 0] ^= 1
+    smaller = [replace(spec, num_embeddings=num_rows)]
+    one = write(tmp_path / "a", 1, specs=[spec])
+    size, rows = compare(one, write(tmp_path / "b", 1, {"user": other}, specs=smaller))
+    assert size.description == f"num_embeddings: 203, and {num_rows}"
+    assert rows.description.startswith(f"rows: 1 of {last + 1:,} differ, the first is row {last:,}; ")
 
 
 def test_other_tables_and_tensors_are_named(tmp_path: Path) -> None:

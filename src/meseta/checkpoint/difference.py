@@ -15,6 +15,7 @@ from meseta.checkpoint.files.block import Values, group_files_by_block, read_cha
 from meseta.checkpoint.files.digest import TABLE_SHAPE_KEYS, content_digest
 from meseta.checkpoint.files.layout import BlockSchema, widen_bfloat16
 from meseta.checkpoint.manifest import PREFETCHED, file_entries, read_manifest
+from meseta.storage import ROW
 from meseta.system.remote import Location, to_location
 
 
@@ -32,7 +33,8 @@ def compare(first: Location | str, second: Location | str) -> Iterator[Checkpoin
 
     Blocks whose files have equal checksums must exist, but are not read. For all other blocks and tensors, a difference
     states the number of differing rows or elements and the largest difference, and for rows also the first one. Values
-    are compared bit by bit, so 0 and -0 differ, by 0.
+    are compared bit by bit, so 0 and -0 differ, by 0. Of tables with different numbers of rows, the rows with common
+    numbers are compared.
 
     Raises MesetaError if a checkpoint is damaged. Each file that is read is checked.
     """
@@ -65,16 +67,16 @@ def _compare_tables(
         if entries[0][field] != entries[1][field]:
             texts = [_describe_columns(e[field]) if field == "columns" else str(e[field]) for e in entries]
             yield CheckpointDifference(name=label, description=f"{field}: {texts[0]}, and {texts[1]}")
-    if any(entries[0][field] != entries[1][field] for field in TABLE_SHAPE_KEYS):
+    if any(entries[0][field] != entries[1][field] for field in TABLE_SHAPE_KEYS if field != "num_embeddings"):
         return
     counts = {column["name"]: _DifferenceCount() for column in entries[0]["columns"]}
     schema = BlockSchema.from_dict(entries[0])
-    for one, other in zip(group_files_by_block(entries[0]), group_files_by_block(entries[1]), strict=True):
+    for one, other in zip(*map(group_files_by_block, entries), strict=False):  # A larger table has more blocks.
         if [file["checksum"] for file in one] != [file["checksum"] for file in other]:
             # The next `read_chain` of this thread may overwrite the values, so copy them.
             values = read_chain(roots[0], schema, one, copy=True)
             _count_differences(counts, schema, one[0]["first_row"], values, read_chain(roots[1], schema, other))
-    total = entries[0]["num_embeddings"]
+    total = min(entry["num_embeddings"] for entry in entries)
     for name, count in counts.items():
         if count.num_different:
             what = "rows" if name == "row" else f"state {name!r}"
@@ -99,10 +101,9 @@ class _DifferenceCount:
 def _count_differences(
     counts: Mapping[str, _DifferenceCount], schema: BlockSchema, first_row: int, one: Values, other: Values
 ) -> None:
+    num_rows = min(len(one[ROW]), len(other[ROW]))
     for column in schema.columns:
-        a, b = (
-            np.ascontiguousarray(values[column.name]).reshape(len(values[column.name]), -1) for values in (one, other)
-        )
+        a, b = (np.ascontiguousarray(values[column.name][:num_rows]).reshape(num_rows, -1) for values in (one, other))
         rows = np.flatnonzero((a.view(np.uint8) != b.view(np.uint8)).any(axis=1))
         if not rows.size:
             continue
