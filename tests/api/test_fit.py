@@ -127,6 +127,21 @@ def test_other_rows_are_refused(table: pa.Table, trained: meseta.Run) -> None:
 
 
 @pytest.mark.soak
+def test_a_run_starts_from_another_one(
+    table: pa.Table, trained: meseta.Run, tmp_path: Path, run_command: Callable[..., None]
+) -> None:
+    """Rows in memory and files have the same bits, and the parent is given as a path or text."""
+    rows = table.slice(0, 300)
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    fitted = meseta.fit(rows, run_dir=tmp_path / "fitted", start_from=trained.path)
+    run_command("train", "--start-from", str(trained.path), "--data", str(tmp_path / "rows.parquet"),
+                f"run_dir={tmp_path / 'command'}")  # fmt: skip
+    assert final_checksum(fitted.path) == final_checksum(tmp_path / "command") != final_checksum(trained.path)
+    with pytest.raises(MesetaError, match="start_from .* does not exist"):
+        meseta.fit(rows, run_dir=tmp_path / "none", start_from=tmp_path / "nowhere")
+
+
+@pytest.mark.soak
 def test_a_moved_run_continues_with_the_same_rows(table: pa.Table, trained: meseta.Run, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(trained.path, tmp_path / "moved"))
     config = moved / "config.yaml"
