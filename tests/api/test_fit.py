@@ -137,7 +137,7 @@ def test_a_run_starts_from_another_one(
     run_command("train", "--start-from", str(trained.path), "--data", str(tmp_path / "rows.parquet"),
                 f"run_dir={tmp_path / 'command'}")  # fmt: skip
     assert final_checksum(fitted.path) == final_checksum(tmp_path / "command") != final_checksum(trained.path)
-    with pytest.raises(MesetaError, match="start_from .* does not exist"):
+    with pytest.raises(MesetaError, match=r"start_from .* does not exist"):
         meseta.fit(rows, run_dir=tmp_path / "none", start_from=tmp_path / "nowhere")
 
 
