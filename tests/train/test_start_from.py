@@ -278,24 +278,26 @@ def test_a_checkpoint_alone(days: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_at_a_url(days: Path, tmp_path: Path) -> None:
-    """The encoding of its data is next to it, and is checked like that of a run."""
+    """Config and encoding are next to it, so that the run folder is not needed."""
     url = f"memory://bucket/{tmp_path.name}"
     train(settings(days / "data", tmp_path / "parent", **MODEL, checkpoint__dir=url))
-    document = yaml.safe_load((tmp_path / "parent" / "config.yaml").read_text())
-    kept = {key: document[key] for key in ("model", "embedding", "dense")} | {"train": {"batch_size": 90}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(kept | {"data": {"shuffle": False}}))
-    data = ("--data", days / "1.csv", "--no-grow")
+    data = ("--data", days / "1.csv")
     shutil.move(tmp_path / "parent", tmp_path / "other-host")
-    alone = run_here("train", tmp_path / "config.yaml", "--start-from", url, *data, f"run_dir={tmp_path / 'alone'}")
+    alone = run_here("train", "--start-from", url, *data, f"run_dir={tmp_path / 'alone'}")
     assert alone.code == 0, alone.err
     whole = run_here("train", "--start-from", tmp_path / "other-host", *data, f"run_dir={tmp_path / 'whole'}")
     assert whole.code == 0, whole.err
     alone_columns = columns_of(tmp_path / "alone")
     for feature, columns in columns_of(tmp_path / "whole").items():
         assert all(np.array_equal(values, alone_columns[feature][name]) for name, values in columns.items())
+    for key in ("checkpoint.dir", "checkpoint.mirror"):
+        same = run_here(
+            "train", "--start-from", tmp_path / "other-host", *data, f"run_dir={tmp_path / key}", f"{key}={url}"
+        )
+        assert same.code == 1 and f"would be at {url!r}, where those of start_from are" in same.errors[0]
     filesystem = fsspec.filesystem("memory")
     filesystem.rm(f"/bucket/{tmp_path.name}/encoding/vocabulary/user_id.parquet")
-    lacking = run_here("train", tmp_path / "config.yaml", "--start-from", url, *data, f"run_dir={tmp_path / 'lacking'}")
+    lacking = run_here("train", "--start-from", url, *data, f"run_dir={tmp_path / 'lacking'}")
     assert lacking.code == 1 and "lacks a file" in lacking.errors[0]
     assert not (tmp_path / "lacking" / "parent_encoding").exists()
 

@@ -39,8 +39,10 @@ def add_inherited(document: dict[str, Any], *, from_scratch: bool) -> None:
         return  # Validation of the document reports other types.
     record = None if from_scratch else StartRecord.load(Path(run_dir))
     if record is None:
-        parent = Parent.find(start_from)
-        parent.check_other_place(Path(run_dir))
+        parent = Parent.find(start_from, Path(run_dir))
+        # Before the checkpoints of the parent are taken for those of the run.
+        places = (get_value(document, f"checkpoint.{key}") for key in ("dir", "mirror"))
+        parent.check_other_place(Path(run_dir), [place for place in places if isinstance(place, str)])
         record = parent.record(start_from, inherited_document(parent))
         if is_first_rank():
             record.save(Path(run_dir))

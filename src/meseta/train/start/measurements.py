@@ -41,7 +41,7 @@ def record_parent(trainer: Trainer, parent: Parent, masks: Mapping[str, NDArray[
     Raises MesetaError if the rows were trained on before by a run of the chain, unless `start.again` is set.
     """
     run_dir, config = trainer.run_dir.path, trainer.config
-    history = () if parent.run is None else parent_history(parent.run.path)
+    history = parent_history(parent.run.path) if parent.run is not None and parent.run.has_begun else ()
     sources = checksum_sources(trainer.dataset)
     former = find_trained_source(history, sources)
     if former is not None and not config.start.again:
@@ -54,8 +54,7 @@ def record_parent(trainer: Trainer, parent: Parent, masks: Mapping[str, NDArray[
         run_dir / NEW_ROWS_FILE, {name: np.packbits(mask, bitorder="little") for name, mask in masks.items()}
     )
     write_history(run_dir, history, make_line(run_dir.resolve().name, trainer.dataset, RunSummary(), sources=sources))
-    place = parent.checkpoint if parent.run is None else parent.run.path
-    summary = ContinuedSummary(parent=str(place), checkpoint=str(parent.checkpoint))
+    summary = ContinuedSummary(parent=str(config.start_from), checkpoint=str(parent.checkpoint))
     trainer.run_dir.write_json(CONTINUED_FILE, summary.to_dict())
 
 

@@ -29,13 +29,14 @@ class Parent:
 
     checkpoint: Location
     run: RunDir | None
-    """Run folder. `None` if only the checkpoint is there."""
+    """Run folder, or a folder with what is next to a checkpoint at a URL. `None` if only the checkpoint is there."""
 
     @staticmethod
-    def find(start_from: str) -> Parent:
+    def find(start_from: str, run_dir: Path) -> Parent:
         """Find the checkpoint of a run folder as `meseta predict` does, or the checkpoint at a path or URL.
 
-        Raises MesetaError if there is none.
+        What is next to a checkpoint at a URL is copied to `run_dir`, the folder of the new run. Raises MesetaError if
+        there is no checkpoint.
         """
         place = to_location(start_from)
         run = _run_of(place)
@@ -49,7 +50,7 @@ class Parent:
         if isinstance(place, Path) and not path_exists(place):
             raise MesetaError(f"start_from {start_from!r} does not exist; pass the run_dir or a checkpoint of a run")
         path = find_checkpoint(place)
-        return Parent(checkpoint=path, run=_run_of(path))
+        return Parent(checkpoint=path, run=_find_run(start_from, path, run_dir))
 
     def record(self, start_from: str, settings: Mapping[str, Any]) -> StartRecord:
         """Return the record of a run that starts from this parent. Raises MesetaError if its manifest is damaged."""
@@ -58,11 +59,12 @@ class Parent:
         )
 
     @staticmethod
-    def from_record(record: StartRecord) -> Parent:
-        """Return the parent of a record. Raises MesetaError if its checkpoint is missing or has changed since."""
+    def from_record(record: StartRecord, run_dir: Path) -> Parent:
+        """Return the parent of a record in `run_dir`. Raises MesetaError if its checkpoint is missing or has changed
+        since."""
         path = to_location(record.checkpoint)
         try:
-            parent = Parent(checkpoint=path, run=_run_of(path))
+            parent = Parent(checkpoint=path, run=_find_run(record.start_from, path, run_dir))
             checksum = parent.checksum
         except StorageError:
             raise
@@ -159,24 +161,25 @@ def find_parent(config: RunConfig) -> Parent:
     """
     assert config.start_from is not None
     record = StartRecord.load(config.run_dir)
-    return Parent.find(config.start_from) if record is None else Parent.from_record(record)
+    if record is None:
+        return Parent.find(config.start_from, config.run_dir)
+    return Parent.from_record(record, config.run_dir)
 
 
 def find_encoding_folder(config: RunConfig) -> Path:
     """Return the folder with the encoding of the parent that a config names. Raises MesetaError if it has another
     one."""
     parent = find_parent(config)
-    like = find_like(config, parent)
-    parent.load_dataset(like)
-    return parent.encoding_folder(like)
+    parent.load_dataset(config.start.like)
+    return parent.encoding_folder(config.start.like)
 
 
-def find_like(config: RunConfig, parent: Parent) -> Path | None:
-    """Return the folder in place of the run folder of a parent: `start.like`, or what is next to a checkpoint at a
-    URL."""
-    if config.start.like is None and isinstance(parent.checkpoint, RemotePath) and parent.run is None:
-        return fetch_encoding(parent.checkpoint, config.run_dir)
-    return config.start.like
+def _find_run(start_from: str, checkpoint: Location, run_dir: Path) -> RunDir | None:
+    run = _run_of(to_location(start_from)) or _run_of(checkpoint)
+    if run is None and isinstance(checkpoint, RemotePath):
+        folder = fetch_encoding(checkpoint, run_dir)
+        run = None if folder is None else RunDir(folder)
+    return run
 
 
 def _run_of(place: Location) -> RunDir | None:

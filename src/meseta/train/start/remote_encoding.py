@@ -1,4 +1,4 @@
-"""Encoding of a run's data next to its checkpoints at a URL, so that other runs can start from there."""
+"""Config and encoding of a run next to its checkpoints at a URL, so that other runs can start from there."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from meseta.system.files import MAX_DOCUMENT_BYTES, is_folder, move
 from meseta.system.remote import RemotePath
 
 ENCODING_FOLDER = "encoding"
-"""Folder next to the checkpoints with dataset.json and the files that it names."""
+"""Folder next to the checkpoints with config.yaml, dataset.json, and the files that the latter names."""
 FETCHED_FOLDER = "parent_encoding"
-"""Folder in a run folder with the fetched encoding of its parent."""
+"""Folder in a run folder with a copy of that of its parent."""
+_CONFIG_FILE = "config.yaml"
 _CHUNK_BYTES = 64 << 20
 
 
 def upload_encoding(run_dir: Path, checkpoints: RemotePath) -> None:
-    """Copy the description and the vocabularies in a run folder to the URL of its checkpoints, unless they are there.
+    """Copy the config, the description and the vocabularies of a run to the URL of its checkpoints, unless they are
+    there.
 
     Raises MesetaError if the URL cannot be written, and OSError if a file cannot be read.
     """
-    root, content = checkpoints / ENCODING_FOLDER, (run_dir / DATASET_FILE).read_bytes()
-    if root.exists():
-        if root.entries().get(DATASET_FILE) is False and _read(root / DATASET_FILE) == content:
-            return
-        for name in root.files():
-            (root / name).delete()
-    for path in _encoding_files(Dataset.load(run_dir)):
+    root, names = checkpoints / ENCODING_FOLDER, (_CONFIG_FILE, DATASET_FILE)
+    contents = [(run_dir / name).read_bytes() for name in names]
+    if set(names) <= root.entries().keys() and [_read(root / name) for name in names] == contents:
+        return
+    for name in root.files():
+        (root / name).delete()
+    for path in (_CONFIG_FILE, *_encoding_files(Dataset.load(run_dir)), DATASET_FILE):
+        # The description is the last file, so that the folder is complete if it exists.
         (root / path).create((run_dir / path).read_bytes())
-    (root / DATASET_FILE).create(content)  # Last, so that the folder is complete if it exists.
 
 
 def fetch_encoding(checkpoint: RemotePath, run_dir: Path) -> Path | None:
-    """Copy the encoding next to a checkpoint into a run folder. Return the folder, or `None` if there is none.
+    """Copy what is next to a checkpoint into a run folder. Return the folder, or `None` if there is nothing.
 
     Raises MesetaError if it cannot be read, or is invalid.
     """
@@ -51,7 +53,7 @@ def fetch_encoding(checkpoint: RemotePath, run_dir: Path) -> Path | None:
     try:
         growing.mkdir(parents=True)
         (growing / DATASET_FILE).write_bytes(content)
-        for path in _encoding_files(Dataset.load(growing)):
+        for path in (_CONFIG_FILE, *_encoding_files(Dataset.load(growing))):
             (growing / path).parent.mkdir(parents=True, exist_ok=True)
             with (growing / path).open("xb") as file:
                 for start in range(0, (root / path).num_bytes(), _CHUNK_BYTES):

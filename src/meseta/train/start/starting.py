@@ -25,7 +25,7 @@ from meseta.storage import ROW, TableStorage, as_stored
 from meseta.storage.tiered import TRANSFER_CHUNK_ROWS
 from meseta.train.setup.config_changes import find_model_change
 from meseta.train.start.measurements import NewRowMeasurements, record_parent
-from meseta.train.start.parent import Parent, damaged_parent_error, find_like, find_parent
+from meseta.train.start.parent import Parent, damaged_parent_error, find_parent
 from meseta.train.start.row_sources import DENSE_PART, map_rows, new_row_masks
 from meseta.train.start.start_record import StartRecord
 from meseta.train.state import (
@@ -85,7 +85,7 @@ def _load_parent(config: RunConfig, dataset: Dataset) -> tuple[Parent, Dataset, 
     if StartRecord.load(config.run_dir) is None:  # The config was not completed by `add_inherited`.
         parent.record(config.start_from, {}).save(config.run_dir)
     parent.check_other_place(config.run_dir, (config.checkpoint_location, config.checkpoint.mirror))
-    before = parent.load_dataset(find_like(config, parent))
+    before = parent.load_dataset(config.start.like)
     return parent, before, map_rows(before, dataset, config.start.reset)
 
 
