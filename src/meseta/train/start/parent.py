@@ -90,9 +90,9 @@ class Parent:
         if self.run.path.resolve() == run_dir.resolve():
             raise MesetaError(f"run_dir {str(run_dir)!r} is start_from itself; choose another run_dir")
         former = self.run.load_config()
-        taken = {str(self.run.checkpoints), former.checkpoint.mirror}
+        taken = {str(to_location(place)) for place in (self.run.checkpoints, former.checkpoint.mirror) if place}
         for place in places:
-            if place is not None and str(place) in taken:
+            if place is not None and str(to_location(place)) in taken:
                 raise MesetaError(
                     f"checkpoints of run_dir {str(run_dir)!r} would be at {str(place)!r}, where those of start_from "
                     "are; set checkpoint.dir or checkpoint.mirror to another URL"
