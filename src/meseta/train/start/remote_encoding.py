@@ -37,7 +37,7 @@ def upload_encoding(run_dir: Path, checkpoints: RemotePath) -> None:
 
 
 def fetch_encoding(checkpoint: RemotePath, run_dir: Path) -> Path | None:
-    """Copy what is next to a checkpoint into a run folder. Return the folder, or `None` if there is nothing.
+    """Copy config and encoding next to a checkpoint into a run folder. Return their folder, or `None` without them.
 
     Raises MesetaError if it cannot be read, or is invalid.
     """
