@@ -36,7 +36,7 @@ later."""
 
 
 def record_parent(trainer: Trainer, parent: Parent, masks: Mapping[str, NDArray[np.bool_]]) -> None:
-    """Store in the run folder what later starts need of the parent. Only for rank 0.
+    """Store what later starts need of the parent. Only for rank 0.
 
     Raises MesetaError if the rows were trained on before by a run of the chain, unless `start.again` is set.
     """
@@ -59,7 +59,7 @@ def record_parent(trainer: Trainer, parent: Parent, masks: Mapping[str, NDArray[
 
 
 class NewRowMeasurements:
-    """Measurements of one run. Every rank has an object, and all ranks make the same calls."""
+    """Measurements of one run. All ranks make the same calls."""
 
     def __init__(self, trainer: Trainer, before: Dataset | None = None) -> None:
         """Read what `record_parent` has stored. `before` are the rows of the parent, if the run starts now.

@@ -29,14 +29,14 @@ class Parent:
 
     checkpoint: Location
     run: RunDir | None
-    """Run folder, or a copy of its config and encoding next to a checkpoint at a URL. `None` if only the checkpoint is there."""
+    """Run folder, or a copy of its config and encoding. `None` for a checkpoint alone."""
 
     @staticmethod
     def find(start_from: str, run_dir: Path) -> Parent:
         """Find the checkpoint of a run folder as `meseta predict` does, or the checkpoint at a path or URL.
 
-        Config and encoding next to a checkpoint at a URL are copied to `run_dir`, the folder of the new run. Raises
-        MesetaError if there is no checkpoint.
+        Config and encoding at a URL are copied to `run_dir`, that of the new run. Raises MesetaError without a
+        checkpoint.
         """
         place = to_location(start_from)
         run = _run_of(place)

@@ -37,7 +37,7 @@ def upload_encoding(run_dir: Path, checkpoints: RemotePath) -> None:
 
 
 def fetch_encoding(checkpoint: RemotePath, run_dir: Path) -> Path | None:
-    """Copy config and encoding next to a checkpoint into a run folder. Return their folder, or `None` without them.
+    """Copy config and encoding of a checkpoint to a run folder. Return their folder, or `None` without them.
 
     Raises MesetaError if it cannot be read, or is invalid.
     """
