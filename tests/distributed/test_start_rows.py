@@ -3,7 +3,6 @@ known values have the parent's row and state bit for bit, and others the initial
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
+from checkpoint.arrow_rows import read_columns
 from covering import Setting, covering
 from meseta import checkpoint
 from meseta.comm import World
@@ -94,21 +94,6 @@ def save_first(document: dict[str, Any]) -> None:
     Trainer(config, World.current()).save_initial_checkpoint(lambda model: None)
 
 
-def read_rows(path: Path) -> dict[str, Columns]:
-    """Return the columns of a full checkpoint by table, read with pyarrow alone."""
-    tables = {}
-    for table, entry in json.loads((path / "manifest.json").read_text())["tables"].items():
-        whole = pa.concat_tables(pa.ipc.open_file(str(path / block["path"])).read_all() for block in entry["blocks"])
-        columns = {}
-        for name in whole.column_names[1:]:
-            column = whole[name].combine_chunks()
-            is_list = pa.types.is_fixed_size_list(column.type)
-            flat = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)
-            columns[name] = flat.reshape(len(column), -1)
-        tables[table] = columns
-    return tables
-
-
 def restored_rows(path: Path, specs: list[TableSpec]) -> dict[str, Columns]:
     """Return the columns that a resumed run has after it has loaded a delta or quantized rows."""
     plan = Plan.from_dict({"tables": {"*": "table_wise"}}, specs, 1)
@@ -155,11 +140,11 @@ def test_first_rows(ranks: Ranks, tmp_path: Path, case: dict[str, Any]) -> None:
         plan={"tables": {"*": {"sharding": case["sharding"], **placement}}},
     )  # fmt: skip
     ranks(case["size"]).run(save_first, document)
-    before = read_rows(parent) if case["parent"] == "full" else restored_rows(parent, specs_of(case, first))
+    before = read_columns(parent) if case["parent"] == "full" else restored_rows(parent, specs_of(case, first))
     [saved] = (tmp_path / "child" / "checkpoints").glob("step-*")
     fresh = {spec.name: spec for spec in specs_of(case, second)}
     num_new = num_freed = 0
-    for feature, columns in read_rows(saved).items():
+    for feature, columns in read_columns(saved).items():
         rows = {value: row for row, value in enumerate(values_of(first, feature)) if value is not None}
         values = values_of(second, feature)
         known = np.array([0, *(rows.get(value, -1) if value is not None else -1 for value in values[1:])])

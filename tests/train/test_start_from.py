@@ -14,7 +14,6 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import log_loss, roc_auc_score
 
 from bad_input.commands import run_here
+from checkpoint.arrow_rows import read_columns
 from cli.processes import Command
 from meseta import checkpoint
 from meseta.checkpoint.files.digest import hash_manifest
@@ -87,19 +87,8 @@ def grow(days: Path, out: Path, day: int = 1, **options: Any) -> Path:
 
 
 def columns_of(run_dir: Path) -> dict[str, dict[str, NDArray[Any]]]:
-    """Return the values of the newest checkpoint by table and column, read with pyarrow alone."""
-    path = max((run_dir / "checkpoints").glob("step-*"))
-    tables = {}
-    for table, entry in json.loads((path / "manifest.json").read_text())["tables"].items():
-        whole = pa.concat_tables(pa.ipc.open_file(str(path / block["path"])).read_all() for block in entry["blocks"])
-        columns = {}
-        for name in whole.column_names[1:]:
-            column = whole[name].combine_chunks()
-            is_list = pa.types.is_fixed_size_list(column.type)
-            flat = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)
-            columns[name] = flat.reshape(len(column), -1)
-        tables[table] = columns
-    return tables
+    """Return the values of the newest checkpoint by table and column."""
+    return read_columns(max((run_dir / "checkpoints").glob("step-*")))
 
 
 def values_of(folder: Path, feature: str) -> list[str | None]:
