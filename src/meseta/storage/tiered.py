@@ -271,11 +271,16 @@ class TieredShard(_OffloadedShard):
         return values
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
-        self.scatter(torch.arange(first, first + len(next(iter(values.values())))), values)
+        stop = first + len(next(iter(values.values())))
+        self.marks.add_range(first, stop)
+        self._write_records(torch.arange(first, stop), values)
 
     def scatter(self, rows: Int[Tensor, " n"], values: Mapping[str, NDArray[Any]]) -> None:
-        self._wait_for_fetches()
         self.marks.add(rows)
+        self._write_records(rows, values)
+
+    def _write_records(self, rows: Tensor, values: Mapping[str, NDArray[Any]]) -> None:
+        self._wait_for_fetches()
         for start in range(0, len(rows), TRANSFER_CHUNK_ROWS):
             stop = min(start + TRANSFER_CHUNK_ROWS, len(rows))
             part = {name: source[start:stop] for name, source in values.items()}

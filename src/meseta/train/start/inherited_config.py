@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.config import RunConfig
-from meseta.config.load import get_value
+from meseta.config.load import get_value, set_default
 from meseta.data.dataset.dataset import Dataset
 from meseta.spec import InitSpec, MesetaError
 from meseta.system.ranks import is_first_rank
@@ -21,6 +21,7 @@ _NOT_INHERITED = (
     # Settings that need a validation or test split, or a number of steps.
     "checkpoint.keep_best", "report.baseline", "schedule", "embedding.schedule", "dense.schedule", "train.epochs",
     "train.max_steps", "train.eval_every_steps", "train.eval_every_epochs", "train.early_stopping", "train.finish",
+    "train.search_budget", "data.shuffle",
 )  # fmt: skip
 _OWN_DEFAULTS = {"train.search_budget": 0.0, "data.shuffle": False}
 """Settings of a run with a parent: one pass over the rows in their order, at a constant rate."""
@@ -31,8 +32,8 @@ _VARIANT_KEYS = ("name", "kind")
 def add_inherited(document: dict[str, Any], *, from_scratch: bool) -> None:
     """Add the settings of the parent to a config document that names one, below its own values.
 
-    A run that has begun keeps the settings that it took over, so that its parent may be deleted. With `from_scratch`,
-    its record is ignored. Raises MesetaError if there is no parent, or the run started from another one.
+    A run that has begun keeps the settings that it took over. With `from_scratch`, its record is ignored.
+    Raises MesetaError if there is no parent, or the run started from another one.
     """
     start_from, run_dir = document.get("start_from"), document.get("run_dir")
     if not isinstance(start_from, str) or not isinstance(run_dir, str | Path):
@@ -66,8 +67,7 @@ def inherited_document(parent: Parent) -> dict[str, Any]:
         if isinstance(section, dict):
             section.pop(last, None)
     for key, value in _OWN_DEFAULTS.items():
-        *sections, last = key.split(".")
-        get_value(document, ".".join(sections))[last] = value
+        set_default(document, key, value)
     _set_scales(document, config, parent.load_dataset())
     return document
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.dataset.statistics import read_row_bits, write_row_bits
 from meseta.spec import MesetaError
-from meseta.spec.documents import load_document
 from meseta.telemetry.continued import ContinuedSummary, EpochMetricsRecord
 from meseta.telemetry.history import read_history, write_history
 from meseta.telemetry.summary import RunSummary
@@ -26,13 +24,13 @@ from meseta.train.daily.test_first import evaluate_first, open_all_rows
 from meseta.train.evaluate import logit_shift
 from meseta.train.setup.source import make_row_source
 from meseta.train.start.parent import Parent
+from meseta.train.start.start_record import load_record
 
 if TYPE_CHECKING:
     from meseta.train.trainer import Trainer
 
 CONTINUED_FILE, NEW_ROWS_FILE = "continued.json", "new_rows.parquet"
-"""Files of a run folder: measurements before the first step, and which rows are new, so that the parent is not needed
-later."""
+"""Files of a run folder: measurements before the first step, and which rows are new."""
 
 
 def record_parent(trainer: Trainer, parent: Parent, masks: Mapping[str, NDArray[np.bool_]]) -> None:
@@ -71,7 +69,9 @@ class NewRowMeasurements:
         dataset = trainer.dataset
         sizes = {feature.name: feature.num_embeddings for feature in dataset.sparse}
         masks = world.broadcast_from_rank_0(lambda: _read_masks(path, sizes))
-        self._summary, self._history = world.broadcast_from_rank_0(lambda: (_load_summary(path), read_history(path)))
+        self._summary, self._history = world.broadcast_from_rank_0(
+            lambda: (load_record(path / CONTINUED_FILE, ContinuedSummary), read_history(path))
+        )
         self._new_ids = NewIds(dataset, masks)
         self.epoch_metrics = EpochMetrics(dataset.labels, self._new_ids, world)
 
@@ -116,19 +116,6 @@ class NewRowMeasurements:
             finished_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
         write_history(trainer.run_dir.path, self._history[:-1], line)
-
-
-def _load_summary(run_dir: Path) -> ContinuedSummary:
-    return load_document("run", run_dir / CONTINUED_FILE, _parse_summary)
-
-
-def _parse_summary(document: dict[Any, Any]) -> ContinuedSummary:
-    try:
-        return ContinuedSummary.model_validate(document)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise MesetaError(f"{key}: {problem['msg'].lower()}; start again with --force") from None
 
 
 def _read_masks(run_dir: Path, num_rows: Mapping[str, int]) -> dict[str, NDArray[np.bool_]]:

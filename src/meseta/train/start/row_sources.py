@@ -60,7 +60,7 @@ def map_rows(before: Dataset, now: Dataset, reset: Collection[str]) -> dict[str,
 
 
 def map_vocabularies(loads: Sequence[Callable[[], tuple[pa.Array, pa.Array]]]) -> list[RowMap]:
-    """Return `map_values` of the two vocabularies that each function loads. A few of them are in memory at a time."""
+    """Return `map_values` of the two vocabularies that each function loads."""
     with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:
         return list(pool.map(lambda load: map_values(*load()), loads))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,8 +12,25 @@ from meseta.spec import MesetaError
 from meseta.spec.documents import read_mapping
 from meseta.system.files import format_json, path_exists, write_atomic
 
+RecordT = TypeVar("RecordT", bound=BaseModel)
 START_FILE = "start.json"
 """File of the record in a run folder."""
+
+
+def load_record(file: Path, form: type[RecordT]) -> RecordT:
+    """Load a record of a run folder. Raises MesetaError if it is missing or invalid."""
+    try:
+        return form.model_validate(read_mapping(file))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise MesetaError(
+            f"run file {str(file)!r}: {format_value(key)}: {problem['msg'].lower()}; start again with --force"
+        ) from None
+    except StorageError:
+        raise
+    except MesetaError as error:
+        raise MesetaError(f"run file {str(file)!r}: {error}; start again with --force") from None
 
 
 class StartRecord(BaseModel):
@@ -32,22 +49,9 @@ class StartRecord(BaseModel):
 
     @staticmethod
     def load(run_dir: Path) -> StartRecord | None:
-        """Return the record in a run folder, or `None` if there is none. Raises MesetaError if it is invalid."""
+        """Return the record in a run folder, or `None` without one. Raises MesetaError if it is invalid."""
         file = run_dir / START_FILE
-        if not path_exists(file):
-            return None
-        try:
-            return StartRecord.model_validate(read_mapping(file))
-        except ValidationError as error:
-            problem = error.errors()[0]
-            key = ".".join(map(str, problem["loc"]))
-            raise MesetaError(
-                f"run file {str(file)!r}: {format_value(key)}: {problem['msg'].lower()}; start again with --force"
-            ) from None
-        except StorageError:
-            raise
-        except MesetaError as error:
-            raise MesetaError(f"run file {str(file)!r}: {error}; start again with --force") from None
+        return load_record(file, StartRecord) if path_exists(file) else None
 
     def save(self, run_dir: Path) -> None:
         """Write the record to a run folder. Raises MesetaError if it cannot be written."""

@@ -61,7 +61,8 @@ def start_from_parent(trainer: Trainer) -> None:
         raise world.broadcast_from_rank_0(lambda: damaged_parent_error(damage, parent.checkpoint)) from None
     world.run_on_rank_0(lambda: _check_state(config, parent, loaded))
     if config.embedding.new_rows == "unknown" and "tables" in config.start.load:
-        masks = new_row_masks(before, dataset, maps)
+        # Other hosts may lack the files of the parent's dataset.
+        masks = world.broadcast_from_rank_0(lambda: new_row_masks(before, dataset, maps))
         run_on_all_ranks(
             world, lambda: _copy_unknown_rows(embeddings.shards, masks, read_first_rows(parent.checkpoint))
         )
